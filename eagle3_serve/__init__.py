@@ -1,0 +1,1 @@
+"""eagle3-serve: SGLang with an EAGLE-3 drafter whose wiring is proven."""

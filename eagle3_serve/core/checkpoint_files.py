@@ -1,0 +1,124 @@
+"""A checkpoint directory seen without torch: its config and whether its weight files are whole."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_serve.core.errors import CheckpointError
+
+# safetensors: 8 bytes little-endian header length, the JSON header, then the tensors' bytes.
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a safetensors file: dtype as the format spells it ("BF16"), shape, and the file that holds it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint. Raises CheckpointError for a missing directory or file, and for bad JSON."""
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint directory {directory}",
+            remedy="correct the path in the configuration, or download the checkpoint there first",
+        )
+    return _read_json(directory / "config.json")
+
+
+def read_tensors(directory: Path) -> dict[str, TensorInfo]:
+    """All tensors of a checkpoint by name, from the headers alone.
+
+    Raises CheckpointError for a file that is missing, cut short, or does not hold the tensors its index promises.
+    """
+    index = directory / _INDEX
+    if index.exists():
+        promised = _weight_map(index)
+        files = [directory / name for name in sorted(set(promised.values()))]
+    else:
+        promised = {}
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{directory} holds no *.safetensors file", remedy="complete the download, or correct the path"
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors.update(_read_header(file))
+    for name, file_name in promised.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{index} says that {name} is in {file_name}, but it is not there",
+                remedy=f"download {file_name} and the index again, from the same revision",
+            )
+    return tensors
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a target's config: `text_config` of a wrapper such as Kimi-K2.5, or all of it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map", remedy="download the index again")
+    for name in weight_map.values():
+        # A file outside the directory is no part of the checkpoint, whatever an index says.
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names the file {name!r}, which is not in its directory")
+    return weight_map
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing", remedy="complete the download, or correct the path in the configuration"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", remedy="download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", remedy="download it again")
+    return value
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as data:
+            start = data.read(_LENGTH_BYTES)
+            if len(start) < _LENGTH_BYTES:
+                raise CheckpointError(f"{file} is cut short: {size} bytes", remedy="download it again")
+            (length,) = struct.unpack("<Q", start)
+            if length > min(size, _LONGEST_HEADER):
+                raise CheckpointError(
+                    f"{file} is not a whole safetensors file: its header claims {length} bytes of {size}",
+                    remedy="download it again (a Git LFS pointer instead of the data looks like this too)",
+                )
+            header = json.loads(data.read(length))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing", remedy="complete the download") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", remedy="download it again") from error
+    header.pop("__metadata__", None)
+    expected = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != expected:
+        raise CheckpointError(
+            f"{file} has {size} bytes, its header describes {expected}: "
+            + ("it is cut short" if size < expected else "something was appended"),
+            remedy="download it again",
+        )
+    return {name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file) for name, entry in header.items()}

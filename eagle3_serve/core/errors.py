@@ -1,0 +1,109 @@
+"""Every way the product can fail, each with an exit code and what to do about it.
+
+A class here is raised where the fault is found; `eagle3_serve.cli` alone turns it into one message and an exit
+code. The table in the README is written from `exit_codes()`, so that the two cannot drift.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EagleServeError(Exception):
+    """An expected failure: shown to the user as `message` and `remedy`, never as a traceback."""
+
+    exit_code: ClassVar[int] = 1
+    meaning: ClassVar[str] = "unexpected failure"
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  what to do: {self.remedy}" if self.remedy else self.message
+
+
+class ConfigError(EagleServeError):
+    exit_code = 10
+    meaning = "the configuration is wrong: file, line and the nearest known key are named"
+
+
+class CheckpointError(EagleServeError):
+    exit_code = 11
+    meaning = "a target or drafter checkpoint is missing, damaged, or not what the configuration needs"
+
+
+class ContractError(EagleServeError):
+    exit_code = 12
+    meaning = "the layers that the drafter needs are ambiguous, contradictory, or not in the target"
+
+
+class PreflightError(EagleServeError):
+    exit_code = 13
+    meaning = "this machine cannot run the configuration (GPUs, memory, packages, backends)"
+
+
+class OverlayError(EagleServeError):
+    exit_code = 14
+    meaning = "no overlay for this SGLang: unknown release, modified file, or a patch that does not apply"
+
+
+class PortInUseError(EagleServeError):
+    exit_code = 15
+    meaning = "a port is taken: port and process are named"
+
+
+class EngineStartError(EagleServeError):
+    exit_code = 16
+    meaning = "the engine died while it was loading: its log is named"
+
+
+class EngineTimeoutError(EagleServeError):
+    exit_code = 17
+    meaning = "the engine was not ready within engine.start_timeout_s"
+
+
+class EngineDiedError(EagleServeError):
+    exit_code = 18
+    meaning = "the engine died while serving"
+
+
+class EngineRequestError(EagleServeError):
+    exit_code = 19
+    meaning = "a server refused or did not answer a request that a command needs"
+
+
+class VerificationError(EagleServeError):
+    exit_code = 20
+    meaning = "a check of the product found a fault (wiring, losslessness, quick start)"
+
+
+class PartialResultError(EagleServeError):
+    exit_code = 21
+    meaning = "finished with some inputs skipped: they are listed"
+
+
+class InterruptedLoadError(EagleServeError):
+    """The user stopped the launch before the engine was ready; 128 + SIGINT, as shells expect."""
+
+    exit_code = 130
+    meaning = "stopped by Ctrl-C (SIGINT) before the engine was ready"
+
+
+class TerminatedLoadError(EagleServeError):
+    """A supervisor stopped the launch before the engine was ready; 128 + SIGTERM."""
+
+    exit_code = 143
+    meaning = "stopped by SIGTERM before the engine was ready"
+
+
+def exit_codes() -> dict[int, str]:
+    """All exit codes with their meanings, in order; 0 and 2 (command line usage, by typer) included."""
+    codes = {
+        0: "success; for `launch`: stopped on request after serving",
+        2: "wrong command line",
+        EagleServeError.exit_code: EagleServeError.meaning,
+    }
+    codes.update({cls.exit_code: cls.meaning for cls in EagleServeError.__subclasses__()})
+    return dict(sorted(codes.items()))

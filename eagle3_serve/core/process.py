@@ -1,0 +1,86 @@
+"""Ports and processes of this machine: who holds a port, which one is free, ending a whole process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import psutil
+
+from eagle3_serve.core.errors import PortInUseError
+
+_POLL_S = 0.05
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on right now. Another process may still take it before its user does."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def port_holder(port: int) -> str:
+    """`process 123 (python3 -m x)` that listens on `port`, or `another process` where that cannot be seen."""
+    with contextlib.suppress(psutil.AccessDenied, psutil.NoSuchProcess, PermissionError):
+        for connection in psutil.net_connections(kind="tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                if connection.pid is None:
+                    break
+                # Name only: a command line may carry somebody's key.
+                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return "another process"
+
+
+def require_free_port(host: str, port: int, *, key: str) -> None:
+    """Raise PortInUseError if `host:port` cannot be bound now; `key` is the configuration key to name."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"{key} {host}:{port} cannot be bound: {error.strerror}; held by {port_holder(port)}",
+                remedy=f"stop that process, or choose another port with --set {key}=PORT (0 takes a free one)",
+            ) from error
+
+
+def group_members(group: int) -> list[psutil.Process]:
+    """Living (not zombie) processes of process group `group`."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def end_group(group: int, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+    """SIGTERM to process group `group`, SIGKILL to what is left after `grace_s` seconds or once `hurry()` is true.
+
+    Returns True if SIGTERM sufficed. Reaping the leader is the parent's business.
+    """
+    if not _signal_group(group, signal.SIGTERM):
+        return True
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and not hurry():
+        if not group_members(group):
+            return True
+        time.sleep(_POLL_S)
+    return not _signal_group(group, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: signal.Signals) -> bool:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
