@@ -1,0 +1,114 @@
+"""The gateway's HTTP server, inside the launcher's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from eagle3_serve.config.schema import GatewayConfig
+from eagle3_serve.core.errors import PortInUseError
+from eagle3_serve.core.process import port_holder
+from eagle3_serve.serving.gateway.state import Gateway
+
+_BACKLOG = 2048
+# Longer than most clients and load balancers keep an idle connection, so that they close first.
+_KEEP_ALIVE_S = 75
+# After the drain: to hand the last bytes to clients that read slowly.
+_LAST_BYTES_S = 2
+
+
+class GatewayServer:
+    """One listening gateway. Used within one event loop: `start`, `begin_drain`, `stop`."""
+
+    def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
+        self._config = config
+        self._gateway: Gateway = app.state.gateway
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_LAST_BYTES_S,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen, and return the real port. Raises PortInUseError with the port and who holds it."""
+        listening = _listen(self._config.host, self._config.port)
+        port: int = listening.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({self._task, up}, return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            up.cancel()
+            listening.close()
+            self._task.result()
+            raise RuntimeError("the gateway's server ended while it started")
+        return port
+
+    def begin_drain(self) -> None:
+        """From now on /ready says no and new API requests get 503; running ones go on."""
+        self._gateway.drain.draining = True
+
+    async def stop(self, grace_s: float) -> int:
+        """Let running API requests end for `grace_s` seconds, end the rest with an error, close. How many were cut.
+
+        A second call with a shorter grace ends the first one's waiting.
+        """
+        self.begin_drain()
+        cut = 0
+        if not await self._gateway.drain.wait_idle(grace_s):
+            cut = self._gateway.drain.cut_all()
+            await self._gateway.drain.wait_idle(_LAST_BYTES_S)
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        return cut
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the launcher owns signals."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio turns Nagle's delay off for accepted connections; without, every event waits 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        # At once: until somebody listens, a second process could bind the same port too.
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise PortInUseError(
+            f"gateway.port {host}:{port} cannot be bound: {error.strerror}; held by {port_holder(port)}",
+            remedy="stop that process, or choose another port with --set gateway.port=PORT (0 takes a free one)",
+        ) from error
+    listening.setblocking(False)
+    return listening
