@@ -1,0 +1,103 @@
+"""The command line: parse, resolve, one call a command. The only place that turns errors into exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eagle3_serve.config.resolve import Resolved, load_config
+from eagle3_serve.config_cli import config_app
+from eagle3_serve.core.errors import EagleServeError, InterruptedLoadError
+from eagle3_serve.core.reporter import make_reporter
+
+app = typer.Typer(
+    name="eagle3-serve",
+    help="Serve a large model with an EAGLE-3 drafter on SGLang, with proof that the drafter sees the right states.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.add_typer(config_app, name="config")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", help="YAML file; without it, the embedded tiny Kimi on the CPU.", show_default=False
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override one key, for example `--set engine.tp_size=2`; repeatable.", show_default=False
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output on standard output.")]
+
+
+@app.command()
+def launch(
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and the checks' findings; start nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check machine and checkpoints, patch SGLang through an overlay, start it and serve until Ctrl-C.
+
+    Example: `eagle3-serve launch --config configs/kimi.yaml --dry-run`
+    """
+    resolved = _load(config, sets)
+    if dry_run:
+        _show_plan(resolved, as_json=as_json)
+        return
+    from eagle3_serve.serving.launch import launch as run_launch  # noqa: PLC0415 - FastAPI costs half a second
+
+    with make_reporter(as_json=as_json) as reporter:
+        asyncio.run(run_launch(resolved, reporter))
+
+
+def _show_plan(resolved: Resolved, *, as_json: bool) -> None:
+    from eagle3_serve.serving import plan as plans  # noqa: PLC0415
+    from eagle3_serve.serving.prepare import prepare  # noqa: PLC0415
+
+    prepared = prepare(resolved)
+    if as_json:
+        findings = [
+            {"level": each.level, "check": each.check, "message": each.message, "remedy": each.remedy}
+            for each in prepared.findings
+        ]
+        typer.echo(json.dumps({**plans.as_dict(prepared.plan), "findings": findings}, indent=2))
+        return
+    for each in prepared.findings:
+        remedy = f"\n#            what to do: {each.remedy}" if each.remedy else ""
+        typer.echo(f"# {each.level:8} {each.check}: {each.message.replace(chr(10), chr(10) + '#   ')}{remedy}")
+    typer.echo(plans.render(prepared.plan))
+
+
+def _load(config: Path | None, sets: list[str] | None) -> Resolved:
+    return load_config(config, sets=sets or (), environ=os.environ)
+
+
+def main() -> None:
+    """Entry point of `eagle3-serve`."""
+    try:
+        app()
+    except EagleServeError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        sys.exit(InterruptedLoadError.exit_code)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing to say, and nobody to say it to.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)

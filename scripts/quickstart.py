@@ -1,0 +1,207 @@
+"""The main job, shown: `eagle3-serve launch`, one chat completion, the accept length, how to call it.
+
+With --once it checks itself: greedy answers must not change when the drafter is taken away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eagle3_serve.config.resolve import load_config
+from eagle3_serve.core.client import Answer, Client, acceptance
+from eagle3_serve.core.errors import EagleServeError, EngineStartError, VerificationError
+from eagle3_serve.core.reporter import Reporter, make_reporter
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "tiny-cpu.yaml"
+HELDOUT = ROOT / "models" / "tiny-kimi" / "heldout.jsonl"
+QUESTION = "What does shutil.copytree do?"
+ANSWER_TOKENS = 96
+PROMPTS = 8
+SHORTEST_PROMPT = 64
+POLL_S = 0.25
+STOP_TIMEOUT_S = 60
+
+Json = dict[str, Any]
+
+
+class Launch:
+    """`eagle3-serve launch --json` as a child; its events arrive in order."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "eagle3_serve", "launch", "--config", str(CONFIG), "--json", *arguments]
+        # A session of its own: Ctrl-C reaches this script alone, which then stops the launcher in order.
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self._events: queue.Queue[Json | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def wait_ready(self, reporter: Reporter) -> Json:
+        """The `ready` event. Ends with the launcher's own exit code if it gives up: it has said why."""
+        started, stage = time.monotonic(), "checking"
+        while True:
+            try:
+                event = self._events.get(timeout=POLL_S)
+            except queue.Empty:
+                event = {"event": "tick"}
+            if event is None:
+                raise SystemExit(self.process.wait() or EngineStartError.exit_code)
+            if event["event"] == "ready":
+                return event
+            if event["event"] == "stage":
+                stage = event["text"]
+            reporter.stage(stage, time.monotonic() - started)
+
+    def stop(self) -> None:
+        """SIGTERM and a bounded wait; the launcher takes the engine with it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+@contextmanager
+def launched(reporter: Reporter, *arguments: str) -> Iterator[tuple[Launch, Json]]:
+    launch = Launch(*arguments)
+    try:
+        yield launch, launch.wait_ready(reporter)
+    finally:
+        launch.stop()
+
+
+def show(ready: Json, answer: Answer, num_draft_tokens: int) -> None:
+    reached = acceptance([answer], num_draft_tokens)
+    length = f"{reached.accept_length:.2f} tokens a verify step" if reached else "no drafter"
+    url, model = ready["url"], ready["model"]
+    print(f"""
+> {QUESTION}
+{answer.text}
+
+{answer.completion_tokens} tokens in {answer.seconds:.1f} s, accept length {length} (1 would be no gain)
+
+Call it:
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+    "model": "{model}", "max_tokens": 96,
+    "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  print(client.chat.completions.create(
+      model="{model}", max_tokens=96, messages=[{{"role": "user", "content": "{QUESTION}"}}],
+  ).choices[0].message.content)
+
+Serving at {url} until Ctrl-C. Engine log: {ready["engine_log"]}""")
+
+
+def long_prompts(client: Client) -> list[list[Json]]:
+    """Held-out conversations of at least SHORTEST_PROMPT tokens, as the server's own tokenizer counts them."""
+    chosen = []
+    for line in HELDOUT.read_text().splitlines():
+        messages = [message for message in json.loads(line)["messages"] if message["role"] != "assistant"]
+        if client.chat(messages, max_tokens=1).prompt_tokens >= SHORTEST_PROMPT:
+            chosen.append(messages)
+        if len(chosen) == PROMPTS:
+            return chosen
+    raise VerificationError(f"{HELDOUT} has fewer than {PROMPTS} prompts of {SHORTEST_PROMPT} tokens")
+
+
+def answers(client: Client, prompts: Sequence[list[Json]]) -> list[Answer]:
+    return [client.chat(prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
+
+
+def api_key() -> str | None:
+    key = load_config(CONFIG, environ=os.environ).secrets.api_key
+    return key.get_secret_value() if key else None
+
+
+def once(reporter: Reporter, *, as_json: bool) -> None:
+    any_port = ("--set", "gateway.port=0")
+    drafter = load_config(CONFIG, environ=os.environ).config.drafter
+    with (
+        launched(reporter, *any_port) as (_, ready),
+        Client(ready["url"], model=ready["model"], api_key=api_key()) as client,
+    ):
+        reporter.event("check", "with the drafter")
+        chat = client.chat([{"role": "user", "content": QUESTION}], max_tokens=ANSWER_TOKENS)
+        prompts = long_prompts(client)
+        drafted = answers(client, prompts)
+        if not as_json:
+            show(ready, chat, drafter.num_draft_tokens)
+    with (
+        launched(reporter, *any_port, "--set", "drafter.enabled=false") as (_, baseline),
+        Client(baseline["url"], model=baseline["model"], api_key=api_key()) as client,
+    ):
+        reporter.event("check", "without the drafter")
+        plain = answers(client, prompts)
+    reached = acceptance(drafted, drafter.num_draft_tokens)
+    if reached is None:
+        raise VerificationError("no draft was verified: the engine served without its drafter")
+    same = [one.text == other.text for one, other in zip(drafted, plain, strict=True)]
+    result = {
+        "ready_s": ready["ready_s"],
+        "completion_tokens": sum(answer.completion_tokens for answer in drafted),
+        "accept_length": round(reached.accept_length, 3),
+        "accept_rate": round(reached.accept_rate, 3),
+        "lossless": all(same),
+        "sglang": ready["overlay"].partition("-")[0],
+        "overlay": ready["overlay"],
+    }
+    print(json.dumps(result) if as_json else "\n".join(f"{key:18} {value}" for key, value in result.items()))
+    if not all(same):
+        raise VerificationError(f"{same.count(False)} of {PROMPTS} greedy answers differ without the drafter")
+
+
+def keep_serving(reporter: Reporter) -> None:
+    drafter = load_config(CONFIG, environ=os.environ).config.drafter
+    with launched(reporter) as (launch, ready):
+        with Client(ready["url"], model=ready["model"], api_key=api_key()) as client:
+            answer = client.chat([{"role": "user", "content": QUESTION}], max_tokens=ANSWER_TOKENS)
+        reporter.event("ready", f"ready after {ready['ready_s']} s")
+        show(ready, answer, drafter.num_draft_tokens)
+        code = launch.process.wait()
+    if code != 0:
+        raise SystemExit(code)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/quickstart", description=__doc__)
+    parser.add_argument("--once", action="store_true", help="check the main job, stop everything, exit")
+    parser.add_argument("--json", action="store_true", help="with --once: end with one JSON line")
+    arguments = parser.parse_args()
+    if arguments.json and not arguments.once:
+        parser.error("--json goes with --once: a server that keeps running has no last line")
+    try:
+        with make_reporter(as_json=False) as reporter:
+            once(reporter, as_json=arguments.json) if arguments.once else keep_serving(reporter)
+    except EagleServeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 0 if not arguments.once else 130
+    return 0
+
+
+if __name__ == "__main__":
+    # `kill` should stop the engine as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())
