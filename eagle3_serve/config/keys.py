@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -88,24 +88,29 @@ def is_secret(parts: Parts) -> bool:
 
 def suggestion(parts: Parts) -> str:
     """What to say after "unknown key `parts`": the nearest known key, or an empty text where none is near."""
+    return next(_suggestions(parts), "")
+
+
+def _suggestions(parts: Parts) -> Iterator[str]:
+    """Hints, the likeliest first."""
     wanted = dotted(parts)
-    if tuple(wanted.split(".")) in table() and len(parts) < len(wanted.split(".")):
-        return f"write {wanted} nested, one line a part, or give it with --set"
+    if (pieces := tuple(wanted.split("."))) != parts and pieces in table():
+        yield f"write {wanted} nested, one line a part, or give it with --set"
     name = parts[-1].lower().replace("-", "_")
-    known = [*table(), *(section for section in sections() if section)]
-    siblings = {other[-1]: other for other in known if other[:-1] == parts[:-1]}
-    if near := difflib.get_close_matches(name, siblings, n=1):
-        return f"did you mean {dotted(siblings[near[0]])}?"
-    everywhere = [dotted(other) for other in known]
-    if near := difflib.get_close_matches(wanted.lower(), everywhere, n=1, cutoff=0.85):
-        return f"did you mean {near[0]}?"
-    if elsewhere := sorted(dotted(other) for other in known if other[-1] == name):
-        return f"did you mean {' or '.join(elsewhere)}?"
+    known = {dotted(other): other for other in [*table(), *sections()] if other}
+    siblings = {other[-1]: full for full, other in known.items() if other[:-1] == parts[:-1]}
+    for near in difflib.get_close_matches(name, siblings, n=1):
+        yield f"did you mean {siblings[near]}?"
+    for near in difflib.get_close_matches(wanted.lower(), known, n=1, cutoff=0.85):
+        yield f"did you mean {near}?"
+    if elsewhere := sorted(full for full, other in known.items() if other[-1] == name):
+        yield f"did you mean {' or '.join(elsewhere)}?"
     if parts[:-1] == ("engine",):
-        return "SGLang's own arguments go under engine.extra_args"
-    if near := difflib.get_close_matches(wanted.lower(), everywhere, n=1):
-        return f"did you mean {near[0]}?"
-    return f"known here: {', '.join(sorted(siblings))}" if siblings else ""
+        yield "SGLang's own arguments go under engine.extra_args"
+    for near in difflib.get_close_matches(wanted.lower(), known, n=1):
+        yield f"did you mean {near}?"
+    if siblings:
+        yield f"known here: {', '.join(sorted(siblings))}"
 
 
 def _map_above(parts: Parts) -> Key | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import SecretStr
@@ -15,6 +16,7 @@ from eagle3_serve.config.keys import Key, Kind, Parts
 from eagle3_serve.config.scalars import Scalar, ScalarError, is_null, read_argument, read_scalar, read_whole
 from eagle3_serve.core.secrets import HIDDEN
 
+# From weak to strong.
 OriginKind = Literal["default", "file", "environment", "flag"]
 
 
@@ -25,6 +27,11 @@ class Origin:
     kind: OriginKind
     detail: str = ""
     line: int | None = None
+
+    @property
+    def strength(self) -> int:
+        """Of two origins the one with more wins."""
+        return get_args(OriginKind).index(self.kind)
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.detail}".rstrip()
@@ -89,6 +96,8 @@ class NodeReader:
             self._report(parts, line, f"{keys.dotted(parts)}: YAML tags (!...) are not used here; quote the value")
         elif parts in keys.sections() or (key is not None and key.is_map and parts == key.parts):
             self._mapping(node, parts, line)
+        elif key is not None and key.is_map and (fault := fault_in_entry(parts)):
+            self._report(parts, line, f"{keys.dotted(parts)}: {fault}")
         elif key is None:
             hint = keys.suggestion(parts)
             self._report(parts, line, f"unknown key {keys.dotted(parts)}{'; ' if hint else ''}{hint}")
@@ -151,6 +160,16 @@ def entry_name(above: Parts, name: str) -> str:
     if above == ("engine", "extra_args"):
         return name.strip().lstrip("-").replace("_", "-")
     return name
+
+
+def fault_in_entry(parts: Parts) -> str | None:
+    """Why the entry of a free map cannot have its name, or None."""
+    name = parts[-1]
+    if parts[:-1] == ("engine", "extra_args") and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]*", name):
+        return "an SGLang argument's name consists of letters, digits and dashes"
+    if parts[:-1] == ("engine", "environment") and not re.fullmatch(r"[^=\0]+", name):
+        return "a variable's name is not empty and holds no ="
+    return None
 
 
 def is_plain(node: yaml.ScalarNode) -> bool:

@@ -20,21 +20,39 @@ TABLE_END = "<!-- end of generated table -->"
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a configuration file."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    """The JSON Schema (draft 2020-12) of a configuration file, as lenient as `load_config`."""
+    schema = Config.model_json_schema()
+    for model in (schema, *schema["$defs"].values()):
+        for name, value in model["properties"].items():
+            model["properties"][name] = _as_loaded(value)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _as_loaded(value: dict[str, Any]) -> dict[str, Any]:
+    """Sections and maps may be empty, as when their lines are commented out; texts of a map need no quotes."""
+    if "$ref" in value:
+        return {"anyOf": [{"$ref": value["$ref"]}, {"type": "null"}], **{k: v for k, v in value.items() if k != "$ref"}}
+    if value.get("type") == "object":
+        entry = value["additionalProperties"]
+        if entry.get("type") == "string":
+            entry = {**entry, "type": ["string", "number", "boolean"]}
+        return {**value, "type": ["object", "null"], "additionalProperties": entry}
+    return value
 
 
 def table() -> str:
     """Every key with what it takes, its default and its meaning, as Markdown, one table a section."""
-    lines: list[str] = []
-    section: keys.Parts | None = None
+    by_section: dict[keys.Parts, list[Key]] = {}
     for key in keys.table().values():
-        if key.parts[:-1] != section:
-            section = key.parts[:-1]
-            lines += ["", f"### {keys.dotted(section)}", "", "| key | takes | default | meaning |", "|---|---|---|---|"]
-        cells = (f"`{key.dotted}`", _takes(key), _default(key), key.description)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines[1:], ""])
+        by_section.setdefault(key.parts[:-1], []).append(key)
+    lines: list[str] = []
+    for section, members in by_section.items():
+        lines += [f"### {keys.dotted(section)}", "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+        for key in members:
+            cells = (f"`{key.dotted}`", _takes(key), _default(key), key.description)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def with_table(document: str) -> str:

@@ -57,11 +57,10 @@ def load_config(path: Path | None, *, sets: Sequence[str] = (), environ: Mapping
 
 def _keep_one_source_a_key(leaves: Leaves) -> None:
     """`api_key` and `api_key_file` are one setting: of two from different sources, the stronger source's stays."""
-    strength = {"default": 0, "file": 1, "environment": 2, "flag": 3}
     for name in NAMES:
         pair = [parts for parts in (("gateway", name), ("gateway", f"{name}_file")) if _is_set(leaves, parts)]
         if len(pair) == 2:
-            ranks = [strength[leaves.values[parts].origin.kind] for parts in pair]
+            ranks = [leaves.origin(parts).strength for parts in pair]
             if ranks[0] != ranks[1]:
                 del leaves.values[pair[ranks.index(min(ranks))]]
 

@@ -36,6 +36,8 @@ def read_scalar(text: str, key: Key, *, plain: bool, base: Path) -> Scalar:
 
     Raises ScalarError.
     """
+    if "\0" in text:
+        raise ScalarError("holds a zero byte")
     if plain and is_null(text) and not (key.is_map and key.kind is Kind.TEXT and text == ""):
         if key.optional:
             return None
@@ -67,8 +69,8 @@ def is_null(text: str) -> bool:
 
 def absolute_path(text: str, base: Path) -> Path:
     """`text` from `base`, `~` expanded, `.` and `..` folded; links are kept, because a venv's Python is one."""
-    if not text.strip() or "\0" in text:
-        raise ScalarError("must be a path, but is empty or holds a zero byte")
+    if not text.strip():
+        raise ScalarError("must be a path, but is empty")
     try:
         path = Path(text).expanduser()
     except RuntimeError:

@@ -49,7 +49,9 @@ class DrafterConfig(Frozen):
     )
     num_steps: int = Field(default=3, ge=1, description="Draft steps per verify step")
     topk: int = Field(default=1, ge=1, description="Branches per draft step; 1 is a chain")
-    num_draft_tokens: int = Field(default=4, ge=2, description="Tokens per verify step, the last accepted one included")
+    num_draft_tokens: int = Field(
+        default=4, ge=2, description="Draft tokens per verify step, the root (the last accepted token) included"
+    )
     attention_backend: str | None = Field(
         default=None,
         description="The drafter's own attention backend; a Llama-type drafter cannot run on an MLA-only one",
@@ -133,10 +135,11 @@ class EngineConfig(Frozen):
     start_timeout_s: float = Field(default=1800, gt=0, description="From start to the first answered health check")
     stop_grace_s: float = Field(default=15, ge=0, description="Between SIGTERM and SIGKILL to the process group")
     environment: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables for the engine's processes (NCCL_*, ...)"
+        default_factory=dict, repr=False, description="Environment variables for the engine's processes (NCCL_*, ...)"
     )
     extra_args: dict[str, ArgumentValue] = Field(
         default_factory=dict,
+        repr=False,
         description="Further SGLang arguments, without leading dashes; true gives a bare flag, a list several values",
     )
 

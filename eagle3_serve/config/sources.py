@@ -105,4 +105,9 @@ def _read_text(text: str, parts: Parts, origin: Origin, leaves: Leaves) -> None:
         hidden = _may_hold_secret(parts)
         leaves.report(origin, parts, "is not valid YAML" if hidden else error.message.removeprefix(f"{origin}:1: "))
         return
-    reader.read(node if node is not None else yaml.ScalarNode("tag:yaml.org,2002:null", ""), parts, 1)
+    node = node if node is not None else yaml.ScalarNode("tag:yaml.org,2002:null", "")
+    if yaml_source.is_empty(node) and (parts in keys.sections() or (key is not None and _is_whole_map(parts, key))):
+        # in a file that is a section whose lines are commented out; here it could be meant to clear it
+        leaves.report(origin, parts, f"{keys.dotted(parts)} must be a mapping such as {{name: value}}")
+        return
+    reader.read(node, parts, 1)

@@ -90,9 +90,9 @@ def _blame(parts: Parts, key: Key | None, leaves: Leaves, message: str) -> tuple
     if key is not None:
         return leaves.origin(parts), ""
     named = {other: leaves.origin(other) for other in keys.table() if other[:-1] == parts and other[-1] in message}
-    given = [origin for origin in named.values() if origin != DEFAULT]
     note = ", ".join(f"{other[-1]}: {origin}" for other, origin in named.items())
-    return (given[-1] if given else DEFAULT), f" ({note})" if note else ""
+    # of what contradicts each other, the strongest was most likely written last
+    return max(named.values(), key=lambda origin: origin.strength, default=DEFAULT), f" ({note})" if note else ""
 
 
 def _worded(message: str, parts: Parts, values: Mapping[Parts, Any]) -> str:

@@ -113,13 +113,13 @@ def entries(root: yaml.MappingNode, faults: list[Fault]) -> list[Entry]:
     Repeated keys, keys that are no text and bad merges are appended to `faults`.
     """
     found: dict[str, Entry] = {}
-    visited: list[yaml.MappingNode] = []
+    visited: set[int] = set()
     waiting = [root]
     while waiting:
         node = waiting.pop()
-        if any(node is other for other in visited):
+        if id(node) in visited:
             continue  # merged twice (or into itself): its keys are there already
-        visited.append(node)
+        visited.add(id(node))
         own: dict[str, Entry] = {}
         merged: list[yaml.MappingNode] = []
         for key, value in node.value:
@@ -132,7 +132,7 @@ def entries(root: yaml.MappingNode, faults: list[Fault]) -> list[Entry]:
                 faults.append(Fault(line, f"key {key.value} was already set at line {own[key.value].line}"))
             else:
                 own[key.value] = Entry(key.value, value, line)
-        found = own | found
+        found |= {key: entry for key, entry in own.items() if key not in found}
         waiting += reversed(merged)
     return list(found.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from eagle3_serve.config import keys
 from eagle3_serve.config.resolve import load_config
 from eagle3_serve.core.errors import ConfigError
-from tests.unit.config.conftest import MINIMAL
+from tests.unit.config.conftest import MINIMAL, Load
 
 Failure = Callable[..., str]
 
@@ -170,6 +171,12 @@ def test_a_variable_with_an_empty_part_names_no_key(failure: Failure, name: str)
         ("engine: {port: !x 1}", "YAML tags (!...) are not used here"),
         ("engine: {python: ''}", "must be a path, but is empty"),
         ("engine: {python: ~nobody-of-this-name/x}", "cannot find the home directory"),
+        ('engine: {extra_args: {"": 1}}', "an SGLang argument's name consists of letters, digits and dashes"),
+        ("engine: {extra_args: {a=b: 1}}", "an SGLang argument's name consists of letters, digits and dashes"),
+        ("engine: {environment: {'': 1}}", "a variable's name is not empty and holds no ="),
+        ("engine: {environment: {A=B: 1}}", "a variable's name is not empty and holds no ="),
+        ('engine: {environment: {A: "a\\0b"}}', "holds a zero byte"),
+        ('engine: {release: "a\\0b"}', "holds a zero byte"),
         ("engine: {<<: 3}", "<< takes a mapping or a list of mappings"),
         ("engine: &e {<<: *e, x: 1}", "unknown key engine.x"),
     ],
@@ -250,10 +257,51 @@ def test_a_flag_that_is_no_yaml_is_an_error(failure: Failure) -> None:
     assert "--set aux_layers.layers=[2, 30: not valid YAML" in message
 
 
-def test_aliases_and_merge_keys_work(load: Callable[..., object], failure: Failure) -> None:
+@pytest.mark.parametrize("name", ["engine", "engine.extra_args", "engine.environment"])
+def test_a_flag_cannot_clear_a_section(failure: Failure, name: str) -> None:
+    assert f"{name} must be a mapping such as {{name: value}}" in failure(MINIMAL, f"{name}=null")
+    assert f"{name} must be a mapping such as {{name: value}}" in failure(MINIMAL, f"{name}=")
+
+
+_WORDS = [
+    "target",
+    "drafter",
+    "engine",
+    "path",
+    "port",
+    "extra_args",
+    "environment",
+    "layers",
+    "api_key",
+    "null",
+    "yes",
+]
+_SIGNS = [*"{}[],:-?.=#|>%@`~'", '"', "<<", "&a ", "*a", "---", "...", "!!x ", "010", "1e3", ".inf"]
+_SPACES = (": ", ", ", "- ", " ", "\n", "\n  ", "\n    ", "\t", "\0", "\ufeff", "\u2028")
+_PIECES = st.sampled_from([*_WORDS, *_SIGNS, *_SPACES])
+_NOISE = st.lists(_PIECES, max_size=25).map("".join)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=_NOISE | st.text(max_size=40), sets=st.lists(_NOISE, max_size=2), name=_NOISE, value=_NOISE)
+def test_whatever_is_typed_the_answer_is_a_configuration_or_one_config_error(
+    load: Load, text: str, sets: list[str], name: str, value: str
+) -> None:
+    text = text.encode("utf-8", "replace").decode()
+    for start, flags, environ in (
+        (text, [], {}),
+        (MINIMAL + text, [], {}),
+        (MINIMAL, sets, {}),
+        (MINIMAL, [f"engine.{name}={value}"], {f"EAGLE3_SERVE__{name}": value}),
+    ):
+        with contextlib.suppress(ConfigError):
+            assert load(start, *flags, environ=environ).config.target.path.is_absolute()
+
+
+def test_aliases_and_merge_keys_work(load: Load, failure: Failure) -> None:
     text = MINIMAL + "gateway: &g {host: h, drain_grace_s: 3}\nengine:\n  <<: {host: *name, port: 4}\n  port: 5\n"
     text = "target: {path: t, served_name: &name kimi}\n" + text.removeprefix("target:\n  path: target\n")
-    config = load(text).config  # type: ignore[attr-defined]
+    config = load(text).config
     assert (config.engine.host, config.engine.port, config.target.served_name) == ("kimi", 5, "kimi")
     assert "unknown key engine.drain_grace_s" in failure(text.replace("{host: *name, port: 4}", "*g"))
 

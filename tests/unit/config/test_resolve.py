@@ -152,7 +152,7 @@ def test_a_resolved_configuration_cannot_be_changed(load: Load) -> None:
     with pytest.raises(TypeError):
         resolved.origins["engine.port"] = resolved.origins["engine.host"]  # type: ignore[index]
     with pytest.raises(ValueError, match="frozen"):
-        resolved.config.engine.port = 1  # type: ignore[misc]
+        resolved.config.engine.port = 1
 
 
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
