@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from typing import Any
 
+from eagle3_serve import __version__
 from eagle3_serve.serving.plan import LaunchPlan
 
 
@@ -26,7 +26,7 @@ class ServerInfo:
         reports = self._reports()
         captured = [report.get("layers") for name, report in reports.items() if name.startswith("capture-")]
         return {
-            "eagle3_serve": importlib.metadata.version("eagle3-serve"),
+            "eagle3_serve": __version__,
             "model": plan.served_name,
             "run_dir": str(plan.run_dir),
             "overlay": plan.overlay.id,

@@ -1,0 +1,156 @@
+"""The command line as a user meets it: a real process, its exit code, what it prints, and that no traceback appears."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+
+
+def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-m", "eagle3_serve", *arguments],
+        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in result.stderr + result.stdout
+    return result
+
+
+def launch(tmp_path: Path, *sets: str, config: Path = CONFIGS / "tiny-cpu.yaml") -> subprocess.CompletedProcess[str]:
+    """A launch that must fail before anything is spawned; it writes nowhere but under tmp_path."""
+    arguments = [part for each in (f"paths.run_dir={tmp_path}/runs", *sets) for part in ("--set", each)]
+    return run("launch", "--config", str(config), *arguments)
+
+
+def test_a_missing_checkpoint_has_its_exit_code_and_names_the_path(tmp_path: Path) -> None:
+    result = launch(tmp_path, f"target.path={tmp_path}/nowhere", "gateway.port=0")
+    assert result.returncode == 11
+    assert f"{tmp_path}/nowhere" in result.stderr
+    assert "what to do" in result.stderr
+
+
+def test_an_unknown_key_names_file_line_and_the_nearest_key(tmp_path: Path) -> None:
+    text = (CONFIGS / "tiny-cpu.yaml").read_text().replace("chunked_prefill_size", "chunked_prefil_size")
+    config = tmp_path / "typo.yaml"
+    config.write_text(text)
+    line = next(number for number, each in enumerate(text.splitlines(), 1) if "chunked_prefil_size" in each)
+    result = launch(tmp_path, config=config)
+    assert result.returncode == 10
+    assert f"typo.yaml:{line}" in result.stderr
+    assert "chunked_prefill_size" in result.stderr
+
+
+def test_a_missing_configuration_file_is_a_configuration_error(tmp_path: Path) -> None:
+    result = launch(tmp_path, config=tmp_path / "none.yaml")
+    assert result.returncode == 10
+    assert "none.yaml" in result.stderr
+
+
+def test_another_sglang_release_than_the_configured_one_is_refused(tmp_path: Path) -> None:
+    result = launch(tmp_path, "engine.release=0.5.16", "gateway.port=0")
+    assert result.returncode == 13
+    assert "0.5.16" in result.stderr
+    assert "is installed" in result.stderr
+
+
+def test_a_taken_port_is_named_with_its_process(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = launch(tmp_path, f"gateway.port={port}")
+    assert result.returncode == 15
+    assert str(port) in result.stderr
+    assert f"process {os.getpid()}" in result.stderr
+
+
+def test_ambiguous_layers_are_refused_with_the_ways_to_read_them(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    source = ROOT / "models" / "tiny-kimi" / "drafter"
+    config = json.loads((source / "config.json").read_text())
+    config.pop("eagle3_serve", None)
+    config["eagle_config"].pop("eagle_aux_hidden_state_convention", None)
+    (drafter / "config.json").write_text(json.dumps(config))
+    (drafter / "model.safetensors").symlink_to(source / "model.safetensors")
+    result = launch(
+        tmp_path, f"drafter.path={drafter}", "aux_layers.layers=null", "aux_layers.convention=auto", "gateway.port=0"
+    )
+    assert result.returncode == 12
+    assert "[2, 30, 58]" in result.stderr
+    assert "[1, 29, 57]" in result.stderr
+
+
+def test_the_plan_for_eight_gpus_is_shown_on_a_machine_without_any() -> None:
+    result = run("launch", "--config", str(CONFIGS / "kimi.yaml"), "--dry-run", environment={"PATH": "/usr/bin:/bin"})
+    assert result.returncode == 0
+    assert "--tp-size 8" in result.stdout
+    assert "EAGLE3_SERVE_AUX_LAYERS=2,30,58" in result.stdout
+    assert "error    devices" in result.stdout
+
+
+def test_the_plan_needs_no_sglang(tmp_path: Path) -> None:
+    """With a Python that has none for the engine, as on an operator's laptop."""
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=60)
+    result = run(
+        "launch",
+        *("--config", str(CONFIGS / "kimi.yaml"), "--dry-run", "--json"),
+        *("--set", f"engine.python={bare}/bin/python"),
+    )
+    assert result.returncode == 0
+    plan = json.loads(result.stdout)
+    assert plan["layers"] == [2, 30, 58]
+    assert any("SGLang is not installed" in finding["message"] for finding in plan["findings"])
+
+
+def test_the_plan_as_json_has_no_secret(tmp_path: Path) -> None:
+    secret = "hunter2-very-secret"
+    for form in ([], ["--json"]):
+        result = run(
+            "launch",
+            *("--dry-run", "--set", "gateway.port=0", "--set", f"engine.environment.HF_TOKEN={secret}", *form),
+            environment={"EAGLE3_SERVE__GATEWAY__API_KEY": secret, "EAGLE3_SERVE__GATEWAY__ADMIN_KEY": secret},
+        )
+        assert result.returncode == 0
+        assert secret not in result.stdout + result.stderr
+        assert "HF_TOKEN" in result.stdout
+
+
+@pytest.mark.parametrize("command", [["launch"], ["config", "show"], ["config", "schema"], ["config", "check"]])
+def test_every_command_has_help_with_an_example(command: list[str]) -> None:
+    result = run(*command, "--help")
+    assert result.returncode == 0
+    assert re.search(r"eagle3-serve\s+" + r"\s+".join(command), result.stdout)
+    assert "xample" in result.stdout
+
+
+def test_a_wrong_command_line_is_exit_code_2() -> None:
+    assert run("launch", "--no-such-option").returncode == 2
+    assert run("no-such-command").returncode == 2
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    result = subprocess.run(
+        f"{sys.executable} -m eagle3_serve config schema | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in result.stderr
+    assert "Exception" not in result.stderr
