@@ -2,99 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-READY_TIMEOUT_S = 240
-STOP_TIMEOUT_S = 60
-API_KEY = "test-api-key"
-ADMIN_KEY = "test-admin-key"
-
-
-@dataclass(frozen=True)
-class ServedStack:
-    """A running gateway with its engine."""
-
-    base_url: str
-    engine_url: str
-    model: str
-    run_dir: Path
-    engine_log: Path
-    launcher_pid: int
-    ready_s: float
-    api_key: str = API_KEY
-    admin_key: str = ADMIN_KEY
+from tests.support.launcher import Launcher, ServedStack
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/engine" in str(item.path):
             item.add_marker(pytest.mark.engine)
-
-
-class Launcher:
-    """`eagle3-serve launch --json` as a child process; bounded waits, and nothing is left running."""
-
-    def __init__(self, run_dir: Path, *arguments: str) -> None:
-        command = [
-            *(sys.executable, "-m", "eagle3_serve", "launch", "--json"),
-            *("--set", "gateway.port=0", "--set", f"paths.run_dir={run_dir}"),
-            *arguments,
-        ]
-        environment = os.environ | {
-            "EAGLE3_SERVE__GATEWAY__API_KEY": API_KEY,
-            "EAGLE3_SERVE__GATEWAY__ADMIN_KEY": ADMIN_KEY,
-        }
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.events: list[dict[str, object]] = []
-        self._ready = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.append(json.loads(line))
-            if self.events[-1]["event"] == "ready":
-                self._ready.set()
-        self._ready.set()
-
-    def wait_ready(self) -> ServedStack:
-        self._ready.wait(READY_TIMEOUT_S)
-        ready = next((event for event in self.events if event["event"] == "ready"), None)
-        if ready is None:
-            self.process.send_signal(signal.SIGTERM)
-            _, errors = self.process.communicate(timeout=STOP_TIMEOUT_S)
-            pytest.fail(f"the stack did not come up (exit code {self.process.returncode}):\n{errors}")
-        return ServedStack(
-            base_url=str(ready["url"]),
-            engine_url=str(ready["engine_url"]),
-            model=str(ready["model"]),
-            run_dir=Path(str(ready["run_dir"])),
-            engine_log=Path(str(ready["engine_log"])),
-            launcher_pid=self.process.pid,
-            ready_s=float(str(ready["ready_s"])),
-        )
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        try:
-            return self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine.conftest import Launcher, ServedStack
+from tests.support.launcher import Launcher, ServedStack
 
 GONE_S = 10
 
