@@ -225,3 +225,34 @@ def chat_answer(text: str) -> dict[str, Any]:
         "choices": [choice],
         "usage": usage,
     }
+
+
+def answers(value: Any) -> Script:
+    """Answer each request with this JSON."""
+
+    async def script(request: Received, answer: Answering) -> None:
+        await answer.json(200, value)
+
+    return script
+
+
+def streams(*pieces: bytes, pause_s: float = 0.0) -> Script:
+    """Answer each request with this event stream, one HTTP chunk a piece."""
+
+    async def script(request: Received, answer: Answering) -> None:
+        await answer.stream(*pieces, pause_s=pause_s)
+
+    return script
+
+
+async def endless(request: Received, answer: Answering) -> None:
+    """Events until the client leaves."""
+    await answer.head(200, SSE_HEADERS)
+    while True:
+        await answer.send(events(chat_chunk("x"), done=False)[0])
+        await asyncio.sleep(0.02)
+
+
+async def silent(request: Received, answer: Answering) -> None:
+    """No answer for a minute."""
+    await asyncio.sleep(60)

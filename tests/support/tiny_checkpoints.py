@@ -337,8 +337,8 @@ def _write_tokenizer(directory: Path) -> None:
     """A byte-level tokenizer without merges: one token a byte, ids after the special tokens."""
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *BYTE_ALPHABET))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}

@@ -29,7 +29,7 @@ class GatewayMetrics:
         self._disconnects = self._counter("client_disconnects", "Clients that left before their answer's end", route)
         self._cut = self._counter("requests_cut", "Requests ended by a shutdown", route)
         self._errors = self._counter(
-            "upstream_errors", "refused: no connection; lost: it broke; status: the engine answered an error", ["kind"]
+            "upstream_errors", "refused: no connection; lost: it broke; status: the engine answered 5xx", ["kind"]
         )
         self._request_bytes = self._counter("request_bytes", "Bytes of request bodies", route)
         self._response_bytes = self._counter("response_bytes", "Bytes of response bodies", route)

@@ -124,8 +124,7 @@ class EngineResponse(Response):
             if data is None:
                 continue
             if error := streamed_error(data):
-                self._metrics.upstream_error("status")
-                raise error
+                raise self._counted(error)
             return first.bytes_seen
         if not first.bytes_seen.strip():
             raise ApiError(502, "the engine's stream ended before its first event", code="engine_lost")
@@ -133,8 +132,12 @@ class EngineResponse(Response):
 
     def _raise_if_error(self, answer: UpstreamResponse, body: bytes) -> None:
         if answer.status >= 400:
+            raise self._counted(engine_error(answer.status, body, answer.retry_after))
+
+    def _counted(self, error: ApiError) -> ApiError:
+        if error.status >= 500:
             self._metrics.upstream_error("status")
-            raise engine_error(answer.status, body, answer.retry_after)
+        return error
 
     def _exchange(self) -> contextlib.AbstractAsyncContextManager[UpstreamResponse]:
         call = self._call

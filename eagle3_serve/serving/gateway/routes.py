@@ -16,6 +16,8 @@ from eagle3_serve.serving.gateway.proxy import EngineCall, EngineResponse
 from eagle3_serve.serving.gateway.record import record_of
 from eagle3_serve.serving.gateway.state import Gateway
 
+_LOOK = ["GET", "HEAD"]  # load balancers use either
+
 
 def build_router(gateway: Gateway) -> APIRouter:
     """All routes of one gateway."""
@@ -56,12 +58,12 @@ def _add_api(router: APIRouter, gateway: Gateway) -> None:
 
 
 def _add_operations(router: APIRouter, gateway: Gateway) -> None:
-    @router.get("/health")
+    @router.api_route("/health", methods=_LOOK)
     async def health() -> Response:
         """The process runs."""
         return JSONResponse({"status": "ok"})
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=_LOOK)
     async def ready() -> Response:
         """The engine answers, and new requests are taken."""
         reason = "the server is shutting down" if gateway.drain.draining else await gateway.readiness.reason()

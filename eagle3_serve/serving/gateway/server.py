@@ -38,6 +38,7 @@ class GatewayServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_LAST_BYTES_S,
@@ -70,12 +71,19 @@ class GatewayServer:
         """
         self.begin_drain()
         cut = 0
-        if not await self._gateway.drain.wait_idle(grace_s):
-            cut = self._gateway.drain.cut_all()
-            await self._gateway.drain.wait_idle(_LAST_BYTES_S)
-        self._server.should_exit = True
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        try:
+            if not await self._gateway.drain.wait_idle(grace_s):
+                cut = self._gateway.drain.cut_all()
+                await self._gateway.drain.wait_idle(_LAST_BYTES_S)
+            self._server.should_exit = True
+            if self._task is not None:
+                await asyncio.wait({self._task})
+        except asyncio.CancelledError:
+            # Whoever waits cannot wait any longer: drop everything.
+            self._server.should_exit = self._server.force_exit = True
+            if self._task is not None:
+                self._task.cancel()
+            raise
         return cut
 
 
@@ -97,7 +105,7 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's delay off for accepted connections; without, every event waits 40 ms.
+    # asyncio turns Nagle's delay off for accepted connections only if the protocol is named: 40 ms an event.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -56,6 +56,7 @@ class Upstream:
         self._base_url = base_url.rstrip("/")
         # The transport below httpx's client: the client would add headers, normalise paths and log each request.
         self._transport = httpx.AsyncHTTPTransport(
+            verify=False,  # the engine speaks plain HTTP: no certificates to load
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S),
         )

@@ -10,6 +10,7 @@ Scores and sums are float32 whatever the inputs are. `window` counts the positio
 `logit_cap` 0 means none.
 """
 
+# ruff: noqa: PLR0917 (SGLang calls these with positions only)
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,6 +4,7 @@ The twins are the Triton kernels beside the call sites in SGLang's kernels/ops/s
 srt/mem_cache/allocation.py. Outputs are written in place, in the dtype they have.
 """
 
+# ruff: noqa: PLR0917 (SGLang calls these with positions only)
 import torch
 
 

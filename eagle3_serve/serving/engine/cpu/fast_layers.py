@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle3_serve.serving.engine.cpu.latent_attention import Rotations, attend, batch_plan, rotate
+
 Forward = Callable[..., Any]
 
 # Above this many (token, expert) pairs a gather of whole expert weights costs more than SGLang's loop over experts.
@@ -27,9 +29,10 @@ def specialise(model: nn.Module, tp_size: int) -> dict[str, int]:
         "RMSNorm": _rms_norm,
         "DeepseekV2AttentionMLA": lambda module: _latent_attention(module, tp_size),
         "DeepseekV2MLP": lambda module: _gated_mlp(module, tp_size),
+        "DeepseekV2DecoderLayer": lambda module: _decoder_layer(module, tp_size),
     }
     counts: dict[str, int] = {}
-    for module in model.modules():
+    for module in reversed(list(model.modules())):  # parts before the layers that are made of them
         kind = type(module).__name__
         if kind == "FusedMoE":
             replaced = _routed_experts(module)
@@ -43,17 +46,8 @@ def specialise(model: nn.Module, tp_size: int) -> dict[str, int]:
     return counts
 
 
-def rms_norm(x: torch.Tensor, scaled_weight: torch.Tensor, floor: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight in four operators, float32.
-
-    With d values a row: `scaled_weight` is weight * sqrt(d) and `floor` is sqrt(d * eps).
-    """
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / torch.hypot(length, length.new_tensor(floor)) * scaled_weight
-
-
 def _rms_norm(module: Any) -> Forward | None:
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if not _is_plain(weight) or module.variance_size_override is not None:
         return None
     original: Forward = module.forward
@@ -102,67 +96,54 @@ def _latent_attention(module: Any, tp_size: int) -> Forward | None:
     """MLA in absorbed form: decoding, verification, and extension of a cached prefix."""
     if not _is_covered_attention(module):
         return None
+    from sglang.srt.model_executor.forward_context import get_attn_backend  # noqa: PLC0415
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (  # noqa: PLC0415
         AttnForwardMethod,
     )
 
     original: Forward = module.forward
-    absorbed = AttnForwardMethod.MLA
-    q_rank, kv_rank, rope_dim = module.q_lora_rank, module.kv_lora_rank, module.qk_rope_head_dim
-    nope_dim, value_dim, heads = module.qk_nope_head_dim, module.v_head_dim, module.num_local_heads
+    widths = [module.q_lora_rank, module.kv_lora_rank, module.qk_rope_head_dim]
+    nope, heads, rank = module.qk_nope_head_dim, module.num_local_heads, module.kv_lora_rank
     qkv_t, q_b_t = _transposed(module.fused_qkv_a_proj_with_mqa), _transposed(module.q_b_proj)
-    q_norm, kv_norm = module.q_a_layernorm.forward, module.kv_a_layernorm.forward
-    q_norm = _rms_norm(module.q_a_layernorm) or q_norm
-    kv_norm = _rms_norm(module.kv_a_layernorm) or kv_norm
+    q_norm, kv_norm = module.q_a_layernorm, module.kv_a_layernorm
+    q_norm, kv_norm = _rms_norm(q_norm) or q_norm, _rms_norm(kv_norm) or kv_norm
     close = _closing_projection(module.o_proj, tp_size)
-    rotations = _Rotations(module.rotary_emb)
-    attend = module.attn_mqa.forward
+    rotations = Rotations(module.rotary_emb.cos_sin_cache)
+    radix = module.attn_mqa
 
-    def forward(
-        positions: torch.Tensor,
-        hidden_states: Any,
-        forward_batch: Any,
-        zero_allocator: Any,
-        input_on_attn_tp_slices: bool = False,
-        llama_4_scaling: torch.Tensor | None = None,
-        prev_topk_indices: torch.Tensor | None = None,
-    ) -> Any:
+    def forward(positions: torch.Tensor, hidden_states: Any, forward_batch: Any, **options: Any) -> Any:
         if (
-            not isinstance(hidden_states, torch.Tensor)
-            or hidden_states.dtype != torch.float32
+            not _is_plain(hidden_states)
             or hidden_states.shape[0] == 0
-            or llama_4_scaling is not None
-            or input_on_attn_tp_slices
-            or module.dispatch_attn_forward_method(forward_batch) != absorbed
+            or options.get("llama_4_scaling") is not None
+            or options.get("input_on_attn_tp_slices")
+            or module.dispatch_attn_forward_method(forward_batch) != AttnForwardMethod.MLA
         ):
-            return original(
-                positions=positions,
-                hidden_states=hidden_states,
-                forward_batch=forward_batch,
-                zero_allocator=zero_allocator,
-                input_on_attn_tp_slices=input_on_attn_tp_slices,
-                llama_4_scaling=llama_4_scaling,
-                prev_topk_indices=prev_topk_indices,
-            )
-        tokens = hidden_states.shape[0]
-        q_latent, kv_latent, k_rope = torch.mm(hidden_states, qkv_t).split((q_rank, kv_rank, rope_dim), dim=-1)
-        q = torch.mm(q_norm(q_latent), q_b_t).view(tokens, heads, nope_dim + rope_dim)
-        rotation = rotations.at(positions, forward_batch)
-        q_nope = torch.bmm(q[..., :nope_dim].transpose(0, 1), module.w_kc).transpose(0, 1)
-        query = torch.cat([q_nope, _rotate(q[..., nope_dim:], rotation)], dim=-1)
+            return original(positions=positions, hidden_states=hidden_states, forward_batch=forward_batch, **options)
+        backend = get_attn_backend()
+        plan = batch_plan(positions, forward_batch, backend, heads, rotations)
+        q_latent, kv_latent, k_rope = torch.split(torch.mm(hidden_states, qkv_t), widths, dim=-1)
+        q = torch.mm(q_norm(q_latent), q_b_t).view(-1, heads, nope + widths[2])
+        ropes = rotate(torch.cat([q[..., nope:], k_rope.unsqueeze(1)], dim=1), plan.rotation)
+        q_nope = torch.bmm(q[..., :nope].transpose(0, 1), module.w_kc).transpose(0, 1)
+        query = torch.cat([q_nope, ropes[:, :heads]], dim=-1)
         latent = kv_norm(kv_latent).unsqueeze(1)
-        key = torch.cat([latent, _rotate(k_rope.unsqueeze(1), rotation)], dim=-1)
-        mixed = attend(query, key, latent, forward_batch).view(tokens, heads, kv_rank)
-        values = mixed.new_empty(tokens, heads, value_dim)
-        torch.bmm(mixed.transpose(0, 1), module.w_vc, out=values.transpose(0, 1))
-        return close(values.view(tokens, heads * value_dim))
+        key = torch.cat([latent, ropes[:, heads:]], dim=-1)
+        pool = backend.token_to_kv_pool.get_key_buffer(radix.layer_id)
+        if plan.slots is not None and pool.dtype == torch.float32:
+            pool[forward_batch.out_cache_loc] = key
+            mixed = attend(query, pool, plan, rank, radix.scaling)
+        else:
+            mixed = radix(query, key, latent, forward_batch).view(-1, heads, rank)
+        values = torch.bmm(mixed.transpose(0, 1), module.w_vc).transpose(0, 1)
+        return close(values.flatten(1))
 
     return forward
 
 
 def _is_covered_attention(module: Any) -> bool:
-    rotary = getattr(module, "rotary_emb", None)
-    return (
+    rotary: Any = getattr(module, "rotary_emb", None)
+    return bool(
         module.q_lora_rank is not None
         and not module.use_dsa
         and not hasattr(module, "prepare_attention_output_gate")
@@ -171,7 +152,8 @@ def _is_covered_attention(module: Any) -> bool:
         and type(rotary).__name__ == "DeepseekScalingRotaryEmbedding"
         and not rotary.is_neox_style
         and rotary.rotary_dim == rotary.head_size == module.qk_rope_head_dim
-        and module.qk_nope_head_dim % 2 == module.kv_lora_rank % 2 == module.q_lora_rank % 2 == 0
+        and module.attn_mqa.logit_cap == 0
+        and module.attn_mqa.sliding_window_size <= 0
         and all(
             _is_plain_linear(getattr(module, name, None))
             for name in ("fused_qkv_a_proj_with_mqa", "q_b_proj", "o_proj")
@@ -181,26 +163,53 @@ def _is_covered_attention(module: Any) -> bool:
     )
 
 
-class _Rotations:
-    """RoPE's rotations of a forward's positions as complex numbers [T, 1, rope / 2], made once for all layers."""
+def _decoder_layer(module: Any, tp_size: int) -> Forward | None:
+    """A dense layer's stages in a row, for one rank: SGLang's stage boundaries have nothing to reduce or move there.
 
-    def __init__(self, rotary: Any) -> None:
-        cos, sin = rotary.cos_sin_cache.float().chunk(2, dim=-1)
-        self.table = torch.complex(cos.contiguous(), sin.contiguous())
+    Only while verifying or decoding, and only where no hidden state is captured on the way in; the residual
+    stream is left as the boundaries leave it.
+    """
+    parts = (module.input_layernorm, module.self_attn, module.post_attention_layernorm, module.mlp)
+    if tp_size != 1 or not all("forward" in vars(part) for part in parts) or not _has_plain_stages(module):
+        return None
+    original: Forward = module.forward
+    input_norm, attention, mlp_norm, mlp = (part.forward for part in parts)
 
-    def at(self, positions: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-        known = getattr(forward_batch, "eagle3_serve_rotation", None)
-        if known is None or known[0] is not positions:
-            known = (positions, self.table[positions].unsqueeze(1))
-            forward_batch.eagle3_serve_rotation = known
-        rotation: torch.Tensor = known[1]
-        return rotation
+    def forward(
+        positions: torch.Tensor, hidden_states: Any, forward_batch: Any, zero_allocator: Any, *rest: Any, **options: Any
+    ) -> Any:
+        stream, mode = forward_batch.residual_stream, forward_batch.forward_mode
+        pending = stream.pending
+        if (
+            pending is None
+            or pending.owed is not None
+            or pending.value is not hidden_states
+            or not pending.update.is_plain_add
+            or not (mode.is_target_verify() or mode.is_decode())
+            or any(value is not None for value in (*rest, *options.values()))
+        ):
+            return original(positions, hidden_states, forward_batch, zero_allocator, *rest, **options)
+        plain_add = pending.update
+        normed, residual = input_norm(hidden_states, stream.residual)
+        mixed = attention(positions, normed, forward_batch, zero_allocator=zero_allocator)
+        normed, residual = mlp_norm(mixed, residual)
+        stream.write(residual)
+        return stream.record(mlp(normed), plain_add), None
+
+    return forward
 
 
-def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """RoPE over neighbouring pairs of values: x [T, heads, rope], a view with even offset and strides."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2)
+def _has_plain_stages(layer: Any) -> bool:
+    """Both of the layer's stages (SGLang 0.5.23's) add their output to the residual and do no more."""
+    boundaries = [getattr(layer, name, None) for name in ("attn_boundary", "ffn_boundary")]
+    return all(
+        boundary is not None
+        and boundary.declaration.row_transport is None
+        and boundary.declaration.update.is_plain_add
+        and boundary.declaration.output_transform is None
+        and boundary.plan.fusions is None
+        for boundary in boundaries
+    )
 
 
 def _routed_experts(module: Any) -> bool:
@@ -250,12 +259,12 @@ def _closing_projection(linear: Any, tp_size: int) -> Callable[[torch.Tensor], t
     weight_t = _transposed(linear)
     if tp_size == 1:
         return lambda x: torch.mm(x, weight_t)
-    return lambda x: linear(x)[0]  # type: ignore[no-any-return]
+    return lambda x: linear(x)[0]
 
 
 def _transposed(linear: Any) -> torch.Tensor:
     """The weight as [in, out], contiguous: MKL is twice as fast with it. The module keeps a view of the same memory."""
-    weight_t = linear.weight.data.t().contiguous()
+    weight_t: torch.Tensor = linear.weight.data.t().contiguous()
     linear.weight.data = weight_t.t()
     return weight_t
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-# Speculative decoding and chunked prefill both work with the pool's default page size; a page is one token here.
 _ARGUMENTS = (
     "--device",
     "cpu",
@@ -11,6 +10,8 @@ _ARGUMENTS = (
     "--disable-cuda-graph",
     "--page-size",
     "1",
+    # the scheduler would otherwise poll and keep a core busy while there is nothing to do
+    "--sleep-on-idle",
 )
 
 
@@ -31,19 +32,24 @@ def engine_environment(tp_size: int, cores: int) -> dict[str, str]:
     """
     if tp_size < 1 or cores < 1:
         raise ValueError(f"tp_size and cores must be at least 1, not {tp_size} and {cores}")
-    per_rank = max(1, cores // tp_size)
     return {
         "EAGLE3_SERVE_DEVICE": "cpu",
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": _core_lists(tp_size, per_rank, cores),
-        # a CUDA build of torch would load NCCL for more than one rank; a path that is not there makes it step aside
+        "SGLANG_CPU_OMP_THREADS_BIND": _core_lists(tp_size, cores),
+        # A CUDA build of torch would load NCCL for more than one rank; a path that is not there makes it step aside.
         "SGLANG_NCCL_SO_PATH": "/nonexistent/libnccl.so",
-        "OMP_NUM_THREADS": str(per_rank),
+        # One thread a rank: a tiny model's matrices do not pay for a second, and a second waits in a spin loop
+        # for the first whenever another process has its core (seen: 3 s a step instead of 0.1 s).
+        "OMP_NUM_THREADS": "1",
+        # Compiling SGLang's small native functions needs a C++ compiler, delays the first requests by seconds
+        # for each new shape, and gains nothing at these sizes.
+        "TORCH_COMPILE_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
 
 
-def _core_lists(tp_size: int, per_rank: int, cores: int) -> str:
+def _core_lists(tp_size: int, cores: int) -> str:
     """SGLang's notation: one list of cores a rank, 0-1|2-3; more ranks than cores share them in turn."""
+    per_rank = max(1, cores // tp_size)
     firsts = [rank * per_rank % cores for rank in range(tp_size)]
-    return "|".join(str(f) if per_rank == 1 else f"{f}-{f + per_rank - 1}" for f in firsts)
+    return "|".join(str(first) if per_rank == 1 else f"{first}-{first + per_rank - 1}" for first in firsts)

@@ -4,6 +4,7 @@ The twins are the Triton kernels of SGLang's kernels/ops/speculative/spec_tree.p
 tree nodes each; node 0 is the last verified token, node i > 0 is the i-th selected draft token.
 """
 
+# ruff: noqa: PLR0917 (SGLang calls these with positions only)
 import torch
 
 QLEN_ONLY = 1  # SGLang's TreeMaskMode: n x n values a request, the prefix left out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from eagle3_serve.serving.gateway.server import GatewayServer
 from tests.support.scripted_upstream import ScriptedUpstream, scripted_upstream
 
 API_KEY = "user-key-1234567890"
+CHAT = "/v1/chat/completions"
 ADMIN_KEY = "admin-key-1234567890"
 
 
@@ -33,7 +35,8 @@ class RunningGateway:
 
     def openai(self, key: str = "none") -> openai.AsyncOpenAI:
         """A client as applications have it, that does not retry."""
-        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0)
+        client = httpx.AsyncClient(trust_env=False, verify=False)
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, http_client=client)
 
     async def metric(self, name: str, **labels: str) -> float:
         """A value of /metrics; 0 if it is not there."""
@@ -42,7 +45,7 @@ class RunningGateway:
         for line in text.splitlines():
             head, _, value = line.rpartition(" ")
             found, _, rest = head.partition("{")
-            if found == name and wanted <= set(rest.rstrip("}").split(",")) | set():
+            if found == name and wanted <= set(rest.rstrip("}").split(",")):
                 return float(value)
         return 0.0
 
@@ -77,7 +80,7 @@ async def start_gateway(upstream: ScriptedUpstream) -> AsyncIterator[StartGatewa
             server = GatewayServer(app, config)
             url = f"http://127.0.0.1:{await server.start()}"
             stack.push_async_callback(server.stop, 0)
-            client = httpx.AsyncClient(base_url=url, timeout=20, trust_env=False)
+            client = httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=False)
             await stack.enter_async_context(client)
             return RunningGateway(server, url, client, alive)
 
@@ -93,3 +96,17 @@ def chat_body(**fields: Any) -> dict[str, Any]:
     """A small chat request; None leaves a field out."""
     body = {"model": "kimi", "messages": [{"role": "user", "content": "hi"}], **fields}
     return {name: value for name, value in body.items() if value is not None}
+
+
+async def stream_bytes(gateway: RunningGateway, **fields: Any) -> bytes:
+    """All body bytes of a streamed chat."""
+    async with gateway.client.stream("POST", CHAT, json=chat_body(stream=True, **fields)) as response:
+        assert response.status_code == 200
+        return b"".join([chunk async for chunk in response.aiter_raw()])
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -5,14 +5,19 @@ EAGLE3_SERVE_SGLANG_0516 names a wheel of 0.5.16, or a directory that holds its 
 
 import ast
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from eagle3_serve.serving.overlay import unified
 from eagle3_serve.serving.overlay.build import build_overlay, find_damage, patched_file, plan_overlay
 from eagle3_serve.serving.overlay.installed import installed_sglang
 from eagle3_serve.serving.overlay.manifest import load_manifest
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def package_0_5_16(directory):
@@ -63,6 +68,22 @@ def test_the_patched_files_are_valid_python_that_calls_runtime_and_never_inside_
         }
         assert callers <= {"set_eagle3_layers_to_capture", "load_weights"}
         assert callers
+
+
+def test_making_the_patches_again_gives_the_same_bytes(release):
+    manifest, package = release
+    for file in manifest.files:
+        (patch,) = file.patches
+        original = (package / file.path).read_bytes().decode()
+        edited = patched_file(file, package).content.decode()
+        assert unified.make(original, edited, f"sglang/{file.path}") == patch.text
+
+
+def test_the_script_that_makes_the_patches_finds_them_fitting(release):
+    manifest, package = release
+    command = [sys.executable, "scripts/make-patches", manifest.release, "--source", str(package.parent)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.count(": fits") == 3
 
 
 def test_the_patches_touch_few_lines(release):

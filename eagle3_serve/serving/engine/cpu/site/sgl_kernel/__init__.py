@@ -37,5 +37,7 @@ __all__ = [
 ]
 
 # Plain attributes of the namespace: a registered operator would add the dispatcher's cost to every layer.
-torch.ops.sgl_kernel.decode_attention_cpu = with_default_scales(decode_attention, 3)
-torch.ops.sgl_kernel.extend_attention_cpu = with_default_scales(extend_attention, 6)
+vars(torch.ops.sgl_kernel).update(
+    decode_attention_cpu=with_default_scales(decode_attention, 3),
+    extend_attention_cpu=with_default_scales(extend_attention, 6),
+)
