@@ -112,20 +112,20 @@ Call it:
 Serving at {url} until Ctrl-C. Engine log: {ready["engine_log"]}""")
 
 
-def long_prompts(client: Client) -> list[list[Json]]:
-    """Held-out conversations of at least SHORTEST_PROMPT tokens, as the server's own tokenizer counts them."""
-    chosen = []
-    for line in HELDOUT.read_text().splitlines():
-        messages = [message for message in json.loads(line)["messages"] if message["role"] != "assistant"]
-        if client.chat(messages, max_tokens=1).prompt_tokens >= SHORTEST_PROMPT:
-            chosen.append(messages)
-        if len(chosen) == PROMPTS:
-            return chosen
-    raise VerificationError(f"{HELDOUT} has fewer than {PROMPTS} prompts of {SHORTEST_PROMPT} tokens")
+def long_prompts() -> list[list[Json]]:
+    """Held-out conversations: a question, its reference answer, and the next question, which is the one to answer."""
+    chats = [json.loads(line) for line in HELDOUT.read_text().splitlines()[: 2 * PROMPTS]]
+    return [
+        [*first["messages"], {"role": "assistant", "content": first["reference"]}, *second["messages"]]
+        for first, second in zip(chats[::2], chats[1::2], strict=True)
+    ]
 
 
 def answers(client: Client, prompts: Sequence[list[Json]]) -> list[Answer]:
-    return [client.chat(prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
+    given = [client.chat(prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
+    if (shortest := min(answer.prompt_tokens for answer in given)) < SHORTEST_PROMPT:
+        raise VerificationError(f"a prompt has {shortest} tokens, fewer than {SHORTEST_PROMPT}: {HELDOUT}")
+    return given
 
 
 def api_key() -> str | None:
@@ -142,7 +142,7 @@ def once(reporter: Reporter, *, as_json: bool) -> None:
     ):
         reporter.event("check", "with the drafter")
         chat = client.chat([{"role": "user", "content": QUESTION}], max_tokens=ANSWER_TOKENS)
-        prompts = long_prompts(client)
+        prompts = long_prompts()
         drafted = answers(client, prompts)
         if not as_json:
             show(ready, chat, drafter.num_draft_tokens)
