@@ -203,7 +203,12 @@ def _extend_uniform(
     else:
         new_keys = k.view(batch, n, *k.shape[1:]).float()
         new_values = v.reshape(batch, n, *v.shape[1:]).float()
-    keys, values = pools.gather(locs[:, :longest_prefix].masked_fill(~in_prefix, 0))
+    if longest_prefix == 0:
+        # Nothing is cached, and the pool may hold another form than the new tokens (MLA's latent one).
+        keys, values = new_keys, new_values
+    else:
+        cached_keys, cached_values = pools.gather(locs[:, :longest_prefix].masked_fill(~in_prefix, 0))
+        keys, values = torch.cat([cached_keys, new_keys], dim=1), torch.cat([cached_values, new_values], dim=1)
     among_new = (
         torch.ones(n, n, dtype=torch.bool).tril().expand(batch, n, n)
         if tree_mask is None
@@ -212,8 +217,8 @@ def _extend_uniform(
     visible = torch.cat([in_prefix[:, None].expand(batch, n, longest_prefix), among_new], dim=-1)
     _attend(
         q.view(batch, n, *q.shape[1:]),
-        torch.cat([keys, new_keys], dim=1),
-        torch.cat([values, new_values], dim=1),
+        keys,
+        values,
         visible,
         output.view(batch, n, *output.shape[1:]),
         scoring,

@@ -185,6 +185,16 @@ def test_new_tokens_are_never_read_from_the_cache() -> None:
     assert torch.equal(batch.extend(), before)
 
 
+@pytest.mark.parametrize("news", [[4], [4, 4], [4, 4, 4], [4, 2]])
+def test_prompts_with_nothing_cached_do_not_care_about_the_caches_form(news: list[int]) -> None:
+    """Expanded heads in a first prefill, while MLA's cache holds the latent form: prompts of equal length too."""
+    batch = Batch([0] * len(news), news)
+    expected = batch.reference()
+    slots = batch.tensors["key_pool"].shape[0]
+    batch.tensors["key_pool"], batch.tensors["value_pool"] = torch.randn(slots, 1, 20), torch.randn(slots, 1, 16)
+    torch.testing.assert_close(batch.extend().double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("news", [[4], [2, 2]])
 def test_a_prefix_in_another_form_than_the_new_tokens_is_refused(news: list[int]) -> None:
     batch = Batch([3] * len(news), news)
