@@ -185,7 +185,9 @@ class GatewayConfig(Frozen):
         gt=0,
         description="A stream that is silent this long gets a comment line, so that proxies keep it open",
     )
-    ready_timeout_s: float = Field(default=5, gt=0, description="Longest wait for the engine in one /ready check")
+    ready_timeout_s: float = Field(
+        default=5, gt=0, description="Longest wait for the engine in one /ready check, which takes SGLang about 1 s"
+    )
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, description="Largest request body")
 
     @model_validator(mode="after")

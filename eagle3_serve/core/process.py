@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 import psutil
 
-from eagle3_serve.core.errors import PortInUseError
+from eagle3_serve.core.errors import EagleServeError, PortInUseError, PreflightError
 
 _POLL_S = 0.05
 
@@ -37,16 +38,27 @@ def port_holder(port: int) -> str:
 
 
 def require_free_port(host: str, port: int, *, key: str) -> None:
-    """Raise PortInUseError if `host:port` cannot be bound now; `key` is the configuration key to name."""
+    """Raise PortInUseError or PreflightError if `host:port` cannot be bound now; `key`: the configuration key."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise PortInUseError(
-                f"{key} {host}:{port} cannot be bound: {error.strerror}; held by {port_holder(port)}",
-                remedy=f"stop that process, or choose another port with --set {key}=PORT (0 takes a free one)",
-            ) from error
+            raise port_error(host, port, key, error) from error
+
+
+def port_error(host: str, port: int, key: str, error: OSError) -> EagleServeError:
+    """What to raise when binding `host:port`, the value of configuration key `key`, failed with `error`."""
+    if error.errno == errno.EADDRINUSE:
+        return PortInUseError(
+            f"{key} {port} is taken on {host}: held by {port_holder(port)}",
+            remedy=f"stop that process, or choose another port with --set {key}=PORT (0 takes a free one)",
+        )
+    host_key = key.replace("port", "host")
+    return PreflightError(
+        f"{host}:{port} cannot be bound: {error.strerror or error}",
+        remedy=f"set {host_key} to an address of this machine and {key} to a port that this user may bind",
+    )
 
 
 def group_members(group: int) -> list[psutil.Process]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 from eagle3_serve.config.artifacts import write_run_yaml
 from eagle3_serve.config.resolve import Resolved
-from eagle3_serve.core.errors import EngineDiedError
+from eagle3_serve.core.logs import logging_to
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.engine.supervisor import EngineProcess
@@ -22,8 +21,6 @@ from eagle3_serve.serving.gateway.server import GatewayServer
 from eagle3_serve.serving.info import ServerInfo
 from eagle3_serve.serving.plan import LaunchPlan
 from eagle3_serve.serving.prepare import install_overlay, prepare
-
-_WATCH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -50,17 +47,6 @@ class Stack:
         ready_s = await self.engine.wait_ready(self.reporter.stage)
         return Served(self.url, self.plan.engine.url, ready_s, self.plan)
 
-    async def watch(self, stop: asyncio.Event) -> None:
-        """Return when `stop` is set; raise EngineDiedError when the engine ends by itself."""
-        while not stop.is_set():
-            if not self.engine.alive():
-                raise EngineDiedError(
-                    f"the engine ended with exit code {self.engine.exit_code()}\n{self.engine.log_tail()}",
-                    remedy=f"read the log: {self.plan.engine.log_file}",
-                )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _WATCH_S)
-
 
 @contextlib.asynccontextmanager
 async def serving(resolved: Resolved, reporter: Reporter, urgent: asyncio.Event) -> AsyncIterator[Stack]:
@@ -78,15 +64,16 @@ async def serving(resolved: Resolved, reporter: Reporter, urgent: asyncio.Event)
 
     engine = EngineProcess(plan.engine)
     gateway = make_gateway(resolved, plan, engine)
-    port = await gateway.start()
-    try:
-        engine.start()
-        yield Stack(plan, plan.gateway_url(port), engine, reporter)
-    finally:
-        gateway.begin_drain()
-        grace_s = resolved.config.gateway.drain_grace_s if engine.alive() else 0
-        await _unless(urgent, gateway.stop(grace_s))
-        await asyncio.to_thread(engine.stop, urgent.is_set)
+    with logging_to(plan.run_dir / "gateway.log"):
+        port = await gateway.start()
+        try:
+            engine.start()
+            yield Stack(plan, plan.gateway_url(port), engine, reporter)
+        finally:
+            gateway.begin_drain()
+            grace_s = resolved.config.gateway.drain_grace_s if engine.alive() else 0
+            await gateway.stop_unless(urgent, grace_s)
+            await asyncio.to_thread(engine.stop, urgent.is_set)
 
 
 def make_gateway(resolved: Resolved, plan: LaunchPlan, engine: EngineProcess) -> GatewayServer:
@@ -101,13 +88,3 @@ def make_gateway(resolved: Resolved, plan: LaunchPlan, engine: EngineProcess) ->
         info=ServerInfo(plan).read,
     )
     return GatewayServer(app, gateway)
-
-
-async def _unless(urgent: asyncio.Event, work: Coroutine[Any, Any, Any]) -> None:
-    """Do `work`, but give it up once `urgent` is set."""
-    doing = asyncio.create_task(work)
-    hurried = asyncio.create_task(urgent.wait())
-    _, pending = await asyncio.wait((doing, hurried), return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(doing, hurried, return_exceptions=True)

@@ -52,7 +52,7 @@ async def launch(resolved: Resolved, reporter: Reporter) -> None:
             overlay=served.plan.overlay.id,
             pid=os.getpid(),
         )
-        await starting.watch(stop.event)
+        await starting.engine.watch(stop.event)
         reporter.event("stopping", f"{_name(stop)}: finishing running requests; once more stops at once")
     reporter.event("stopped", "stopped")
 

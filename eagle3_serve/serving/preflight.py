@@ -231,8 +231,8 @@ def check_ports(config: Config) -> Iterator[Finding]:
     for key, host, port in wanted:
         try:
             require_free_port(host, port, key=key)
-        except PortInUseError as error:
-            yield Finding("error", "ports", error.message, error.remedy, PortInUseError)
+        except EagleServeError as error:
+            yield Finding("error", "ports", error.message, error.remedy, type(error))
 
 
 def check_directories(config: Config) -> Iterator[Finding]:

@@ -111,6 +111,8 @@ def engine_environment(
         "EAGLE3_SERVE_REPORT_DIR": str(report_dir),
         "PYTHONPATH": ":".join([*paths, *filter(None, [inherited_python_path])]),
         "PYTHONUNBUFFERED": "1",
+        # How often, in seconds, SGLang looks whether the client of a queued or unstreamed request is still there.
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
     if contract is not None:
         environment["EAGLE3_SERVE_AUX_LAYERS"] = contract.layers.env_value

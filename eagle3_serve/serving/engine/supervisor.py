@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Self
 
 import httpx
 
-from eagle3_serve.core.errors import EngineStartError, EngineTimeoutError
+from eagle3_serve.core.errors import EngineDiedError, EngineStartError, EngineTimeoutError
 from eagle3_serve.core.process import end_group, group_members
 from eagle3_serve.serving.engine import guard
 from eagle3_serve.serving.engine.stages import StageReader, last_lines
@@ -108,6 +108,17 @@ class EngineProcess:
                     return self.seconds
                 await asyncio.sleep(_POLL_S)
 
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Return when `stop` is set; raise EngineDiedError when the engine ends by itself."""
+        while not stop.is_set():
+            if not self.alive():
+                raise EngineDiedError(
+                    f"the engine ended with exit code {self.exit_code()}\n{self.log_tail()}",
+                    remedy=f"read the log: {self._plan.log_file}",
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _POLL_S)
+
     def _timeout_remedy(self) -> str:
         hint = f"read the log {self._plan.log_file}, or raise engine.start_timeout_s"
         if self._plan.tp_size > 1:
@@ -142,8 +153,3 @@ class EngineProcess:
     def leftovers(self) -> list[int]:
         """Process ids of the group that still run; empty after `stop`."""
         return [] if self._process is None else [process.pid for process in group_members(self._process.pid)]
-
-
-def engine_log(run_dir: Path) -> Path:
-    """Where the engine's output goes in a run directory."""
-    return run_dir / "engine.log"

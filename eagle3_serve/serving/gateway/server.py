@@ -11,8 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from eagle3_serve.config.schema import GatewayConfig
-from eagle3_serve.core.errors import PortInUseError
-from eagle3_serve.core.process import port_holder
+from eagle3_serve.core.process import port_error
 from eagle3_serve.serving.gateway.state import Gateway
 
 _BACKLOG = 2048
@@ -20,6 +19,7 @@ _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 # After the drain: to hand the last bytes to clients that read slowly.
 _LAST_BYTES_S = 2
+_LAST_WORDS_S = 1
 
 
 class GatewayServer:
@@ -86,6 +86,18 @@ class GatewayServer:
             raise
         return cut
 
+    async def stop_unless(self, urgent: asyncio.Event, grace_s: float) -> None:
+        """`stop`, but once `urgent` is set only long enough to tell the clients that they are cut."""
+        patient = asyncio.create_task(self.stop(grace_s))
+        hurried = asyncio.create_task(urgent.wait())
+        await asyncio.wait((patient, hurried), return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not patient.done():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stop(0), _LAST_WORDS_S)
+            patient.cancel()
+        await asyncio.gather(patient, return_exceptions=True)
+
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the launcher owns signals."""
@@ -114,9 +126,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(_BACKLOG)
     except OSError as error:
         listening.close()
-        raise PortInUseError(
-            f"gateway.port {host}:{port} cannot be bound: {error.strerror}; held by {port_holder(port)}",
-            remedy="stop that process, or choose another port with --set gateway.port=PORT (0 takes a free one)",
-        ) from error
+        raise port_error(host, port, "gateway.port", error) from error
     listening.setblocking(False)
     return listening

@@ -178,6 +178,8 @@ def _decoder_layer(module: Any, tp_size: int) -> Forward | None:
     def forward(
         positions: torch.Tensor, hidden_states: Any, forward_batch: Any, zero_allocator: Any, *rest: Any, **options: Any
     ) -> Any:
+        # which layer's cache a sharded pool may fetch ahead: of no use to one rank
+        following = options.pop("next_full_attention_layer_id", None)
         stream, mode = forward_batch.residual_stream, forward_batch.forward_mode
         pending = stream.pending
         if (
@@ -188,6 +190,7 @@ def _decoder_layer(module: Any, tp_size: int) -> Forward | None:
             or not (mode.is_target_verify() or mode.is_decode())
             or any(value is not None for value in (*rest, *options.values()))
         ):
+            options["next_full_attention_layer_id"] = following
             return original(positions, hidden_states, forward_batch, zero_allocator, *rest, **options)
         plain_add = pending.update
         normed, residual = input_norm(hidden_states, stream.residual)
