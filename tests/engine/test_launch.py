@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -11,33 +10,39 @@ import httpx
 import psutil
 import pytest
 
+from eagle3_serve.core.process import group_members
+from eagle3_serve.serving.overlay.build import plan_overlay
+from eagle3_serve.serving.overlay.installed import installed_sglang
+from eagle3_serve.serving.overlay.manifest import load_manifest
 from tests.support.launcher import Launcher, ServedStack
 
 GONE_S = 10
 
 
-def engine_processes(run_dir: Path) -> list[psutil.Process]:
-    """Every process that writes its reports under `run_dir`, found by environment: workers rename themselves."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if str(run_dir) in process.environ().get("EAGLE3_SERVE_REPORT_DIR", ""):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+def engine_group(launcher: Launcher) -> int:
+    """Process group of the launcher's engine: its guard leads it. Waits until the guard is there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert launcher.process.poll() is None, "the launcher ended early"
+        for child in psutil.Process(launcher.process.pid).children():
+            if any(part.endswith("guard.py") for part in child.cmdline()):
+                return child.pid
+        time.sleep(0.1)
+    pytest.fail("the launcher started no engine")
 
 
-def wait_until_gone(run_dir: Path) -> list[psutil.Process]:
+def wait_until_gone(group: int) -> list[psutil.Process]:
+    """What is left of the group after GONE_S seconds. By group and not by name: SGLang's workers rename themselves."""
     deadline = time.monotonic() + GONE_S
-    while (left := engine_processes(run_dir)) and time.monotonic() < deadline:
+    while (left := group_members(group)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
 
 
-def wait_for_workers(launcher: Launcher, run_dir: Path, count: int = 3) -> None:
+def wait_for_workers(launcher: Launcher, group: int, count: int = 4) -> None:
+    """Until guard, server and at least two workers are there: the engine is loading."""
     deadline = time.monotonic() + 120
-    while len(engine_processes(run_dir)) < count:
+    while len(group_members(group)) < count:
         assert time.monotonic() < deadline, "the engine did not start its workers"
         assert launcher.process.poll() is None
         time.sleep(0.2)
@@ -68,58 +73,62 @@ def test_the_run_directory_keeps_the_configuration_without_secrets(served: Serve
 
 
 def test_the_site_packages_are_untouched(served: ServedStack) -> None:
-    """The overlay's own check: the installed files still have the digests of the release."""
-    from eagle3_serve.serving.overlay.build import plan_overlay
-    from eagle3_serve.serving.overlay.installed import installed_sglang
-    from eagle3_serve.serving.overlay.manifest import load_manifest
-
+    """Planning again reads the installed files: it would refuse one that is not the release's own."""
     installed = installed_sglang()
     plan = plan_overlay(load_manifest(installed.version), installed.package)
-    assert plan.id in str(served.engine_log.read_text(errors="replace")) or plan.id.startswith(installed.version)
+    headers = {"Authorization": f"Bearer {served.admin_key}"}
+    info = httpx.get(f"{served.base_url}/internal/info", headers=headers, trust_env=False).json()
+    assert info["overlay"] == plan.id
+    patched = {file.path.name: file.sha256 for file in plan.files}
+    assert info["engine"]["capture-rank0"]["module_sha256"] == patched["deepseek_v2.py"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
 def test_a_stop_while_loading_leaves_no_process_and_has_its_exit_code(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    launcher = Launcher(tmp_path)
-    wait_for_workers(launcher, tmp_path)
-    assert launcher.stop(number) == code
-    assert wait_until_gone(tmp_path) == []
-    assert launcher.process.stderr is not None
-    errors = launcher.process.stderr.read()
+    with Launcher(tmp_path) as launcher:
+        group = engine_group(launcher)
+        wait_for_workers(launcher, group)
+        assert launcher.stop(number) == code
+        assert wait_until_gone(group) == []
+        assert launcher.process.stderr is not None
+        errors = launcher.process.stderr.read()
     assert "Traceback" not in errors
     assert "while the engine was loading" in errors
 
 
 def test_a_killed_launcher_leaves_no_engine_while_loading(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path)
-    wait_for_workers(launcher, tmp_path)
-    launcher.process.kill()
-    launcher.process.wait(10)
-    assert wait_until_gone(tmp_path) == []
+    with Launcher(tmp_path) as launcher:
+        group = engine_group(launcher)
+        wait_for_workers(launcher, group)
+        launcher.process.kill()
+        launcher.process.wait(10)
+        assert wait_until_gone(group) == []
 
 
 def test_a_dead_scheduler_ends_the_launch_with_its_exit_code_and_leaves_nothing(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path)
-    stack = launcher.wait_ready()
-    (scheduler,) = [each for each in engine_processes(tmp_path) if "scheduler" in " ".join(each.cmdline())]
-    scheduler.send_signal(signal.SIGKILL)
-    assert launcher.process.wait(60) == 18
-    assert wait_until_gone(tmp_path) == []
-    assert str(stack.engine_log) in (launcher.process.stderr.read() if launcher.process.stderr else "")
+    with Launcher(tmp_path) as launcher:
+        stack = launcher.wait_ready()
+        group = engine_group(launcher)
+        (scheduler,) = [each for each in group_members(group) if "scheduler" in " ".join(each.cmdline())]
+        scheduler.send_signal(signal.SIGKILL)
+        assert launcher.process.wait(60) == 18
+        assert wait_until_gone(group) == []
+        assert launcher.process.stderr is not None
+        assert str(stack.engine_log) in launcher.process.stderr.read()
 
 
 def test_a_killed_launcher_leaves_no_engine_while_serving_and_can_start_again_at_the_same_port(tmp_path: Path) -> None:
-    first = Launcher(tmp_path / "first")
-    stack = first.wait_ready()
+    with Launcher(tmp_path / "first") as first:
+        stack = first.wait_ready()
+        group = engine_group(first)
+        assert len(group_members(group)) >= 4
+        first.process.kill()
+        first.process.wait(10)
+        assert wait_until_gone(group) == []
     port = stack.base_url.rpartition(":")[2]
-    os.kill(first.process.pid, signal.SIGKILL)
-    first.process.wait(10)
-    assert wait_until_gone(tmp_path / "first") == []
-    second = Launcher(tmp_path / "second", "--set", f"gateway.port={port}")
-    try:
-        wait_for_workers(second, tmp_path / "second")  # past every check: the port is free again
-    finally:
+    with Launcher(tmp_path / "second", "--set", f"gateway.port={port}") as second:
+        group = engine_group(second)  # past every check: the port is free again
         second.stop()
-    assert wait_until_gone(tmp_path / "second") == []
+        assert wait_until_gone(group) == []
