@@ -15,6 +15,7 @@ from tests.support.launcher import Launcher, ServedStack
 
 HELDOUT = Path(__file__).parents[2] / "models" / "tiny-kimi" / "heldout.jsonl"
 STEPS = 3
+PROMPTS = 16
 PROMPT = [11, 12, 13, 14, 15]
 
 
@@ -24,14 +25,38 @@ def generate(engine_url: str, **body: Any) -> dict[str, Any]:
     return dict(response.json())
 
 
-def test_held_out_prompts_accept_at_least_1_8_tokens_a_verify_step(served: ServedStack) -> None:
-    with Client(served.base_url, model=served.model, api_key=served.api_key) as client:
-        chats = [json.loads(line)["messages"] for line in HELDOUT.read_text().splitlines()[:16]]
+def held_out_acceptance(stack: ServedStack) -> float:
+    with Client(stack.base_url, model=stack.model, api_key=stack.api_key) as client:
+        chats = [json.loads(line)["messages"] for line in HELDOUT.read_text().splitlines()[:PROMPTS]]
         answers = [client.chat(messages, max_tokens=128) for messages in chats]
     assert sum(answer.verify_steps for answer in answers) > 100
     found = acceptance(answers, STEPS + 1)
     assert found is not None
-    assert found.accept_length >= 1.8
+    return found.accept_length
+
+
+@pytest.fixture(scope="module")
+def right_wiring(served: ServedStack) -> float:
+    return held_out_acceptance(served)
+
+
+def test_held_out_prompts_accept_at_least_1_8_tokens_a_verify_step(right_wiring: float) -> None:
+    assert right_wiring >= 1.8
+
+
+def test_the_embedding_fed_first_serves_without_an_error_and_accepts_clearly_less(
+    right_wiring: float, tmp_path: Path
+) -> None:
+    """The fault that nothing reports, made on purpose: only the launcher's warning and the figure show it."""
+    with Launcher(tmp_path, "--set", "aux_layers.layers=[-1,2,30]") as launcher:
+        stack = launcher.wait_ready()
+        headers = {"Authorization": f"Bearer {stack.admin_key}"}
+        info = httpx.get(f"{stack.base_url}/internal/info", headers=headers, trust_env=False).json()
+        wrong = held_out_acceptance(stack)
+        launcher.stop()
+    assert info["engine"]["capture-rank0"]["layers"] == [-1, 2, 30]
+    assert [event for event in launcher.events if event["event"] == "warning" and "other layers" in str(event["text"])]
+    assert wrong < right_wiring - 0.5
 
 
 @pytest.mark.parametrize(("proposes", "expected"), [(TOKEN, STEPS + 1), (TOKEN + 1, 1)])
