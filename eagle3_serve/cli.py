@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ import typer
 
 from eagle3_serve.config.resolve import Resolved, load_config
 from eagle3_serve.config_cli import config_app
-from eagle3_serve.core.errors import EagleServeError, InterruptedLoadError
+from eagle3_serve.core.errors import EagleServeError
 from eagle3_serve.core.reporter import make_reporter
 
 app = typer.Typer(
@@ -89,15 +88,9 @@ def _load(config: Path | None, sets: list[str] | None) -> Resolved:
 
 def main() -> None:
     """Entry point of `eagle3-serve`."""
+    # typer turns usage errors into exit code 2, Ctrl-C into 130, and a reader that went away (`| head`) into 1.
     try:
         app()
     except EagleServeError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("stopped", err=True)
-        sys.exit(InterruptedLoadError.exit_code)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing to say, and nobody to say it to.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGPIPE)

@@ -49,9 +49,11 @@ class Launch:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._events.put(json.loads(line))
-        self._events.put(None)
+        try:
+            for line in self.process.stdout:
+                self._events.put(json.loads(line))
+        finally:
+            self._events.put(None)
 
     def wait_ready(self, reporter: Reporter) -> Json:
         """The `ready` event. Ends with the launcher's own exit code if it gives up: it has said why."""
@@ -70,13 +72,18 @@ class Launch:
             reporter.stage(stage, time.monotonic() - started)
 
     def stop(self) -> None:
-        """SIGTERM and a bounded wait; the launcher takes the engine with it."""
+        """SIGTERM and a bounded wait; the launcher takes the engine with it. Another Ctrl-C hurries it."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        while self.process.poll() is None:
+            try:
+                self.process.wait(deadline - time.monotonic())
+            except KeyboardInterrupt:
+                self.process.send_signal(signal.SIGTERM)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
 
 
 @contextmanager
@@ -89,9 +96,12 @@ def launched(reporter: Reporter, *arguments: str) -> Iterator[tuple[Launch, Json
 
 
 def show(ready: Json, answer: Answer, num_draft_tokens: int) -> None:
+    """The answer and how to get it with other clients; a configured key is named, never printed."""
     reached = acceptance([answer], num_draft_tokens)
     length = f"{reached.accept_length:.2f} tokens a verify step" if reached else "no drafter"
     url, model = ready["url"], ready["model"]
+    header = ' -H "Authorization: Bearer $KEY"' if api_key() else ""
+    key = 'os.environ["KEY"]' if api_key() else '"none"'
     print(f"""
 > {QUESTION}
 {answer.text}
@@ -99,17 +109,16 @@ def show(ready: Json, answer: Answer, num_draft_tokens: int) -> None:
 {answer.completion_tokens} tokens in {answer.seconds:.1f} s, accept length {length} (1 would be no gain)
 
 Call it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{
     "model": "{model}", "max_tokens": 96,
     "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  client = OpenAI(base_url="{url}/v1", api_key={key})
   print(client.chat.completions.create(
       model="{model}", max_tokens=96, messages=[{{"role": "user", "content": "{QUESTION}"}}],
   ).choices[0].message.content)
-
-Serving at {url} until Ctrl-C. Engine log: {ready["engine_log"]}""")
+""")
 
 
 def long_prompts() -> list[list[Json]]:
@@ -177,6 +186,7 @@ def keep_serving(reporter: Reporter) -> None:
             answer = client.chat([{"role": "user", "content": QUESTION}], max_tokens=ANSWER_TOKENS)
         reporter.event("ready", f"ready after {ready['ready_s']} s")
         show(ready, answer, drafter.num_draft_tokens)
+        print(f"Serving at {ready['url']} until Ctrl-C. Engine log: {ready['engine_log']}", flush=True)
         code = launch.process.wait()
     if code != 0:
         raise SystemExit(code)
@@ -202,6 +212,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # `kill` should stop the engine as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # `kill` and a terminal that goes away should stop the engine as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -205,7 +205,7 @@ class PathsConfig(Frozen):
         default=Path("~/.local/state/eagle3-serve"),
         description="One directory a launch: run.yaml, logs, reports",
     )
-    cache_dir: Path = Field(default=Path("~/.cache/eagle3-serve"), description="Overlays and compiled kernels")
+    cache_dir: Path = Field(default=Path("~/.cache/eagle3-serve"), description="Overlays: SGLang with the patches")
 
 
 class Config(Frozen):

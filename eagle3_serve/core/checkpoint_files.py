@@ -113,12 +113,20 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{file} is missing", remedy="complete the download") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", remedy="download it again") from error
-    header.pop("__metadata__", None)
-    expected = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    try:
+        header.pop("__metadata__", None)
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        tensors = {
+            str(name): TensorInfo(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
+            for name, entry in header.items()
+        }
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} has a header that describes no tensors", remedy="download it again") from error
+    expected = _LENGTH_BYTES + length + end
     if size != expected:
         raise CheckpointError(
             f"{file} has {size} bytes, its header describes {expected}: "
             + ("it is cut short" if size < expected else "something was appended"),
             remedy="download it again",
         )
-    return {name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file) for name, entry in header.items()}
+    return tensors

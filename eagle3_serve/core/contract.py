@@ -188,6 +188,8 @@ class DrafterIds:
         (`speculators_model_type`) is in its convention.
         """
         eagle = config.get("eagle_config") or {}
+        if not isinstance(eagle, Mapping):
+            raise ContractError(f"the drafter's eagle_config is not a mapping but {type(eagle).__name__}")
         if not eagle.get("use_aux_hidden_state", True):
             raise ContractError(
                 "the drafter's config says use_aux_hidden_state: false: it reads the target's last hidden state, "
@@ -195,7 +197,7 @@ class DrafterIds:
                 remedy="serve an EAGLE-3 drafter that uses aux hidden states",
             )
         key = "eagle_aux_hidden_state_layer_ids"
-        listed = [tuple(source[key]) for source in (eagle, config) if source.get(key)]
+        listed = [_ids(source[key], key) for source in (eagle, config) if source.get(key)]
         if len(set(listed)) > 1:
             raise ContractError(
                 f"the drafter's config has {key} {list(listed[0])} in eagle_config and {list(listed[1])} outside it",
@@ -312,6 +314,12 @@ def _only_reading(ids: tuple[int, ...], num_layers: int, subject: str) -> tuple[
         "says whether an id is the output of a layer ('contract') or its input ('input'). A wrong choice fails "
         "silently: drafts are rejected more often and nothing else shows",
     )
+
+
+def _ids(value: object, key: str) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or not all(type(each) is int for each in value):
+        raise ContractError(f"the drafter's {key} is {value!r}, not a list of whole numbers")
+    return tuple(value)
 
 
 def _check_states(layers: AuxLayers, drafter: DrafterIds) -> None:

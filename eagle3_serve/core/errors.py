@@ -1,7 +1,7 @@
 """Every way the product can fail, each with an exit code and what to do about it.
 
 A class here is raised where the fault is found; `eagle3_serve.cli` alone turns it into one message and an exit
-code. The table in the README is written from `exit_codes()`, so that the two cannot drift.
+code. A test compares the table in the README with `exit_codes()`.
 """
 
 from __future__ import annotations
@@ -77,11 +77,6 @@ class EngineRequestError(EagleServeError):
 class VerificationError(EagleServeError):
     exit_code = 20
     meaning = "a check of the product found a fault (wiring, losslessness, quick start)"
-
-
-class PartialResultError(EagleServeError):
-    exit_code = 21
-    meaning = "finished with some inputs skipped: they are listed"
 
 
 class InterruptedLoadError(EagleServeError):

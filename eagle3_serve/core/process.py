@@ -39,12 +39,12 @@ def port_holder(port: int) -> str:
 
 def require_free_port(host: str, port: int, *, key: str) -> None:
     """Raise PortInUseError or PreflightError if `host:port` cannot be bound now; `key`: the configuration key."""
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise port_error(host, port, key, error) from error
+    except OSError as error:
+        raise port_error(host, port, key, error) from error
 
 
 def port_error(host: str, port: int, key: str, error: OSError) -> EagleServeError:

@@ -9,9 +9,12 @@ HIDDEN = "***"
 
 # A whole word of the name must say it: "tokenizer-path" and "max-total-tokens" hold no secret.
 _SECRET_NAME = re.compile(
-    r"(^|[-_])(api-?key|key|token|secret|password|passwd|credentials?|authorization)([-_]|$)", re.IGNORECASE
+    r"(^|-)(api-?key|key|token|secrets?|auth|authorization|credentials?|pat)(-|$)"
+    r"|(password|passwd|passphrase|secret|secretkey|apikey|(?<!max)(?<!draft)(?<!total)(?<!num)token)(-|$)",
+    re.IGNORECASE,
 )
-_NOT_SECRET = re.compile(r"(file|path|dir|name|map)$", re.IGNORECASE)
+_NOT_SECRET = re.compile(r"-?(file|path|dir|name|map)$", re.IGNORECASE)
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def is_secret_name(name: str) -> bool:
@@ -22,18 +25,26 @@ def is_secret_name(name: str) -> bool:
 
 def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The same variables, values of secret ones hidden."""
-    return {name: HIDDEN if is_secret_name(name) else value for name, value in environment.items()}
+    return {name: HIDDEN if is_secret_name(name) else hide_in_url(value) for name, value in environment.items()}
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """The same arguments; the value after `--secret` and in `--secret=value` hidden."""
     shown: list[str] = []
-    hide_values = False
+    hide_next = False
     for part in argv:
-        if part.startswith("--"):
-            name, equals, _ = part.partition("=")
-            hide_values = is_secret_name(name)
-            shown.append(f"{name}={HIDDEN}" if hide_values and equals else part)
+        name, equals, _ = part.partition("=")
+        if hide_next:
+            shown.append(HIDDEN)  # whatever it begins with: a secret may look like an option
+            hide_next = False
+        elif part.startswith("--") and is_secret_name(name):
+            shown.append(f"{name}={HIDDEN}" if equals else part)
+            hide_next = not equals
         else:
-            shown.append(HIDDEN if hide_values else part)
+            shown.append(hide_in_url(part))
     return shown
+
+
+def hide_in_url(value: str) -> str:
+    """The same text, with `user:password` in front of a URL's host hidden."""
+    return _CREDENTIALS_IN_URL.sub(HIDDEN, value)

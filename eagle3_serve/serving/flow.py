@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from eagle3_serve.config.artifacts import write_run_yaml
 from eagle3_serve.config.resolve import Resolved
+from eagle3_serve.core.errors import PreflightError
 from eagle3_serve.core.logs import logging_to
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.serving import preflight
@@ -58,13 +59,16 @@ async def serving(resolved: Resolved, reporter: Reporter, urgent: asyncio.Event)
     preflight.require(prepared.findings)
     install_overlay(prepared, resolved.config)
     plan = prepared.plan
-    write_run_yaml(plan.run_dir, resolved, plan.provenance())
+    try:
+        write_run_yaml(plan.run_dir, resolved, plan.provenance())
+    except OSError as error:
+        raise PreflightError(f"cannot write {plan.run_dir}: {error.strerror}", remedy="set paths.run_dir") from error
     for finding in prepared.findings:
         reporter.event(finding.level, f"{finding.check}: {finding.message}", check=finding.check)
 
     engine = EngineProcess(plan.engine)
     gateway = make_gateway(resolved, plan, engine)
-    with logging_to(plan.run_dir / "gateway.log"):
+    with logging_to(plan.gateway_log):
         port = await gateway.start()
         try:
             engine.start()
@@ -72,8 +76,10 @@ async def serving(resolved: Resolved, reporter: Reporter, urgent: asyncio.Event)
         finally:
             gateway.begin_drain()
             grace_s = resolved.config.gateway.drain_grace_s if engine.alive() else 0
-            await gateway.stop_unless(urgent, grace_s)
-            await asyncio.to_thread(engine.stop, urgent.is_set)
+            try:
+                await gateway.stop_unless(urgent, grace_s)
+            finally:
+                await asyncio.to_thread(engine.stop, urgent.is_set)
 
 
 def make_gateway(resolved: Resolved, plan: LaunchPlan, engine: EngineProcess) -> GatewayServer:

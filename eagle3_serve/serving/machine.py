@@ -12,13 +12,13 @@ from pathlib import Path
 
 # Asked of the engine's own interpreter, which need not be this one.
 _VERSIONS = """
-import importlib.metadata as metadata, json
+import importlib.metadata as metadata, importlib.util, json
 def version(name):
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-print(json.dumps([version("sglang"), version("torch")]))
+print(json.dumps([version("sglang"), version("torch"), importlib.util.find_spec("eagle3_serve") is not None]))
 """
 _QUERY = "name,memory.total,compute_cap"
 _QUERY_TIMEOUT_S = 20
@@ -26,39 +26,43 @@ _QUERY_TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi names it; memory in MiB, compute capability such as (12, 0)."""
+    """One GPU as nvidia-smi names it; memory in MiB (None where it does not say), capability such as (12, 0)."""
 
     name: str
-    memory_mib: int
+    memory_mib: int | None
     compute_capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs, processors this process may use, and the installed releases (None where a package is not there)."""
+    """GPUs, processors this process may use, and the installed releases (None where a package is not there).
+
+    `has_runtime`: the engine's Python can import this package, as the patched files do.
+    """
 
     gpus: tuple[Gpu, ...]
     cores: int
     sglang: str | None
     torch: str | None
+    has_runtime: bool = True
 
 
 def read_machine(python: Path | None = None) -> Machine:
     """Look at this machine without importing torch or SGLang; `python`: the interpreter that will run the engine."""
-    sglang, torch = _versions(python)
-    return Machine(gpus=_read_gpus(), cores=len(os.sched_getaffinity(0)), sglang=sglang, torch=torch)
+    sglang, torch, has_runtime = _packages(python)
+    return Machine(_read_gpus(), len(os.sched_getaffinity(0)), sglang, torch, has_runtime)
 
 
-def _versions(python: Path | None) -> tuple[str | None, str | None]:
+def _packages(python: Path | None) -> tuple[str | None, str | None, bool]:
     program = str(python or sys.executable)
     try:
         answer = subprocess.run(
             [program, "-c", _VERSIONS], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return None, None
-    sglang, torch = json.loads(answer.stdout)
-    return sglang, torch
+        return None, None, False
+    sglang, torch, has_runtime = json.loads(answer.stdout)
+    return sglang, torch, has_runtime
 
 
 def _read_gpus() -> tuple[Gpu, ...]:
@@ -81,6 +85,11 @@ def _read_gpus() -> tuple[Gpu, ...]:
 
 
 def _parse_gpu(line: str) -> Gpu:
-    name, memory, capability = (part.strip() for part in line.split(","))
+    name, memory, capability = (part.strip() for part in line.rsplit(",", 2))
     major, _, minor = capability.partition(".")
-    return Gpu(name, int(float(memory)), (int(major), int(minor or 0)))
+    # "[N/A]" stands where a driver has no answer: memory of MIG slices and of GPUs that share the host's.
+    return Gpu(
+        name,
+        int(memory) if memory.isdigit() else None,
+        (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0),
+    )

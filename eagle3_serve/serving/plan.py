@@ -24,6 +24,7 @@ class EnginePlan:
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    host: str
     url: str
     health_url: str
     log_file: Path
@@ -35,11 +36,15 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class OverlayChoice:
-    """The overlay that the engine imports SGLang from; `directory` goes in front of PYTHONPATH."""
+    """The overlay that the engine imports SGLang from; `directory` goes in front of PYTHONPATH.
+
+    `files`: path in the package and hex SHA-256 of each patched file.
+    """
 
     id: str
     release: str
     directory: Path
+    files: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class LaunchPlan:
         """Base URL of the gateway once it listens on `port`."""
         return f"http://{_for_url(self.gateway_address[0])}:{port}"
 
+    @property
+    def gateway_log(self) -> Path:
+        """One line a request, rotated."""
+        return self.run_dir / "gateway.log"
+
     def provenance(self) -> dict[str, Any]:
         """What run.yaml keeps of the plan beside the configuration."""
         return as_dict(self)
@@ -74,7 +84,7 @@ def make_plan(
     cores: int,
     inherited_python_path: str = "",
 ) -> LaunchPlan:
-    """Decide the launch. `contract` is None where no drafter is served; `engine_port` 0 is shown as a placeholder."""
+    """Decide the launch. `contract` is None where no drafter is served; `engine_port` 0: none could be found."""
     engine = config.engine
     report_dir = run_dir / "engine"
     python_path = [overlay.directory]
@@ -92,6 +102,7 @@ def make_plan(
             inherited_python_path=inherited_python_path,
             cores=cores,
         ),
+        host=engine.host,
         url=url,
         health_url=f"{url}/health",
         log_file=run_dir / "engine.log",
@@ -118,16 +129,21 @@ def as_dict(plan: LaunchPlan) -> dict[str, Any]:
         "run_dir": str(plan.run_dir),
         "layers": list(plan.contract.layers.outputs) if plan.contract else None,
         "layers_reason": plan.contract.reason if plan.contract else "no drafter",
-        "overlay": {"id": plan.overlay.id, "directory": str(plan.overlay.directory)},
+        "overlay": {
+            "id": plan.overlay.id,
+            "directory": str(plan.overlay.directory),
+            "patched_files": dict(plan.overlay.files),
+        },
         "engine": {
             "argv": redact_argv(plan.engine.argv),
             "environment": redact_environment(plan.engine.environment),
             "url": plan.engine.url,
             "log_file": str(plan.engine.log_file),
+            "report_dir": str(plan.engine.report_dir),
             "start_timeout_s": plan.engine.start_timeout_s,
             "stop_grace_s": plan.engine.stop_grace_s,
         },
-        "gateway": {"host": host, "port": port, "model": plan.served_name},
+        "gateway": {"host": host, "port": port, "model": plan.served_name, "log_file": str(plan.gateway_log)},
         "readiness": plan.readiness,
     }
 
@@ -141,6 +157,7 @@ def render(plan: LaunchPlan) -> str:
         f"# overlay    {plan.overlay.id}  ({plan.overlay.directory})",
         f"# run dir    {plan.run_dir}",
         f"# engine log {plan.engine.log_file}",
+        f"# access log {plan.gateway_log}",
         f"# ready when {plan.readiness}",
         f"# gateway    {plan.gateway_url(plan.gateway_address[1])}/v1  model {plan.served_name}",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),

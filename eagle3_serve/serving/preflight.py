@@ -77,6 +77,21 @@ def _read_checkpoint(
     return config, tensors
 
 
+def check_target(checkpoints: Checkpoints) -> Iterator[Finding]:
+    """The target's config says what every later check needs."""
+    if checkpoints.target is None:
+        return
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if not isinstance(text_config(checkpoints.target).get(name), int):
+            yield Finding(
+                "error",
+                "target",
+                f"the target's config.json has no {name}",
+                "serve a DeepSeek-V3 or Kimi-K2.5 checkpoint as its makers published it",
+                CheckpointError,
+            )
+
+
 def check_drafter(checkpoints: Checkpoints) -> Iterator[Finding]:
     """The drafter is an EAGLE-3 drafter of this target."""
     drafter, target = checkpoints.drafter, checkpoints.target
@@ -87,8 +102,9 @@ def check_drafter(checkpoints: Checkpoints) -> Iterator[Finding]:
         yield Finding(
             "error",
             "drafter",
-            f"the drafter's architecture is {', '.join(architectures) or 'not given'}, not {DRAFTER_ARCHITECTURE}",
-            "serve an EAGLE-3 drafter in SGLang's layout",
+            f"the drafter's architecture is {', '.join(map(str, architectures)) or 'not given'}, and only "
+            f"{DRAFTER_ARCHITECTURE} is supported so far (not the MLA drafters' Eagle3DeepseekV2ForCausalLM either)",
+            "serve an EAGLE-3 drafter of that class, in SGLang's layout",
             CheckpointError,
         )
     if target is None:
@@ -121,11 +137,11 @@ def check_fc_width(checkpoints: Checkpoints, contract: Resolution | None) -> Ite
     for name, tensor in checkpoints.drafter_tensors.items():
         if name.split(".")[-2:] == ["fc", "weight"] and isinstance(hidden, int):
             states = len(contract.layers)
-            if tensor.shape[1] != states * hidden:
+            if len(tensor.shape) != 2 or tensor.shape[1] != states * hidden:
                 yield Finding(
                     "error",
                     "drafter",
-                    f"{name} takes {tensor.shape[1]} values, but {states} states ({contract.layers}) of hidden size "
+                    f"{name} is {list(tensor.shape)}, but {states} states ({contract.layers}) of hidden size "
                     f"{hidden} are {states * hidden}",
                     "name in aux_layers.layers the layers that this drafter was trained on",
                     CheckpointError,
@@ -164,6 +180,13 @@ def check_release(config: Config, machine: Machine, supported: Iterable[str]) ->
             "sglang",
             f"there are no patches for SGLang {machine.sglang} (for: {', '.join(supported)})",
             "install one of those releases",
+        )
+    elif not machine.has_runtime:
+        yield Finding(
+            "error",
+            "sglang",
+            "engine.python has SGLang but not eagle3-serve, which the patched files import",
+            "pip install eagle3-serve there too",
         )
     else:
         yield Finding("ok", "sglang", f"SGLang {machine.sglang}, torch {machine.torch}")
@@ -236,11 +259,11 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 
 def check_directories(config: Config) -> Iterator[Finding]:
-    """Run and cache directories can be written."""
+    """Run and cache directories, or the nearest one above them that is there, can be written; none is made here."""
     for key, directory in (("paths.run_dir", config.paths.run_dir), ("paths.cache_dir", config.paths.cache_dir)):
+        existing = next((each for each in (directory, *directory.parents) if each.exists()), directory)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=directory):
+            with tempfile.NamedTemporaryFile(dir=existing):
                 pass
         except OSError as error:
             yield Finding(

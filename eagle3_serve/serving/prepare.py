@@ -1,4 +1,4 @@
-"""Configuration -> a launch that is decided and checked, with nothing spawned and nothing written."""
+"""Configuration -> a launch that is decided and checked: nothing is started, and no file is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle3_serve.config.resolve import Resolved
 from eagle3_serve.config.schema import Config
 from eagle3_serve.core.contract import DrafterIds, Resolution, resolve
-from eagle3_serve.core.errors import ContractError, OverlayError
+from eagle3_serve.core.errors import CheckpointError, ContractError, OverlayError
 from eagle3_serve.core.process import free_port
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.machine import Machine, read_machine
@@ -22,6 +22,8 @@ from eagle3_serve.serving.overlay.installed import installed_sglang
 from eagle3_serve.serving.overlay.manifest import load_manifest, supported_versions
 from eagle3_serve.serving.plan import LaunchPlan, OverlayChoice, make_plan
 from eagle3_serve.serving.preflight import Checkpoints, Finding
+
+_UNKNOWN_TARGET = "which layers the drafter needs cannot be said without the target's number of layers"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
     overlay, overlay_findings = _plan_overlay(config, machine)
     findings += [
         *(Finding("warning", "configuration", text) for text in resolved.warnings),
+        *preflight.check_target(checkpoints),
         *preflight.check_drafter(checkpoints),
         *contract_findings,
         *preflight.check_fc_width(checkpoints, contract),
@@ -56,7 +59,7 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
         config,
         contract=contract,
         overlay=_overlay_choice(config, overlay, machine),
-        engine_port=config.engine.port or free_port(config.engine.host),
+        engine_port=config.engine.port or _free_engine_port(config.engine.host),
         run_dir=config.paths.run_dir / _run_name(),
         python=str(config.engine.python or sys.executable),
         cores=machine.cores,
@@ -69,14 +72,17 @@ def decide_contract(config: Config, checkpoints: Checkpoints) -> tuple[Resolutio
     """The layers by contract, or None with a finding; also None where no drafter is served."""
     if not config.drafter.enabled:
         return None, []
+    num_layers = checkpoints.num_layers
+    if num_layers is None and config.aux_layers.layers is None:
+        return None, [Finding("error", "layers", _UNKNOWN_TARGET, "correct target.path", CheckpointError)]
     try:
         drafter = DrafterIds.from_config(checkpoints.drafter) if checkpoints.drafter else _unread_drafter(config)
         contract = resolve(
             layers=config.aux_layers.layers,
             convention=config.aux_layers.convention,
             drafter=drafter,
-            # Without the target's config the range cannot be checked; its own finding says that it is missing.
-            num_layers=checkpoints.num_layers or sys.maxsize,
+            # Without the target's config the range cannot be checked; `check_target` has that finding.
+            num_layers=num_layers or sys.maxsize,
         )
     except ContractError as error:
         return None, [Finding("error", "layers", error.message, error.remedy, ContractError)]
@@ -114,7 +120,16 @@ def _overlay_choice(config: Config, overlay: OverlayPlan | None, machine: Machin
     directory = (
         overlay.directory(config.paths.cache_dir) if overlay else config.paths.cache_dir / "overlays" / overlay_id
     )
-    return OverlayChoice(overlay_id, release, directory)
+    files = tuple((str(file.path), file.sha256) for file in overlay.files) if overlay else ()
+    return OverlayChoice(overlay_id, release, directory, files)
+
+
+def _free_engine_port(host: str) -> int:
+    """0 where the host is none of this machine's: `check_ports` has that finding."""
+    try:
+        return free_port(host)
+    except OSError:
+        return 0
 
 
 def _run_name() -> str:

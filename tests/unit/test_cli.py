@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
 
 def launch(tmp_path: Path, *sets: str, config: Path = CONFIGS / "tiny-cpu.yaml") -> subprocess.CompletedProcess[str]:
     """A launch that must fail before anything is spawned; it writes nowhere but under tmp_path."""
-    arguments = [part for each in (f"paths.run_dir={tmp_path}/runs", *sets) for part in ("--set", each)]
+    paths = (f"paths.run_dir={tmp_path}/runs", f"paths.cache_dir={tmp_path}/cache")
+    arguments = [part for each in (*paths, *sets) for part in ("--set", each)]
     return run("launch", "--config", str(config), *arguments)
 
 
@@ -75,6 +77,15 @@ def test_a_taken_port_is_named_with_its_process(tmp_path: Path) -> None:
     assert result.returncode == 15
     assert str(port) in result.stderr
     assert f"process {os.getpid()}" in result.stderr
+
+
+@pytest.mark.parametrize("host", ["10.99.99.99", "no-such-host.invalid"])
+@pytest.mark.parametrize("section", ["engine", "gateway"])
+def test_an_address_that_is_not_this_machines_is_refused(tmp_path: Path, section: str, host: str) -> None:
+    result = launch(tmp_path, f"{section}.host={host}", "gateway.port=0")
+    assert result.returncode == 13
+    assert host in result.stderr
+    assert f"{section}.host" in result.stderr
 
 
 def test_ambiguous_layers_are_refused_with_the_ways_to_read_them(tmp_path: Path) -> None:
@@ -145,12 +156,13 @@ def test_a_wrong_command_line_is_exit_code_2() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     result = subprocess.run(
-        f"{sys.executable} -m eagle3_serve config schema | head -n 1",
+        f"{shlex.quote(sys.executable)} -m eagle3_serve config schema | head -n 1",
         shell=True,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+    assert result.stdout == "{\n"
     assert "Traceback" not in result.stderr
     assert "Exception" not in result.stderr

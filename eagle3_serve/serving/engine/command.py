@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from eagle3_serve.config.schema import ArgumentValue, Config, DrafterConfig, EngineConfig
@@ -11,6 +11,7 @@ from eagle3_serve.serving.engine.cpu import settings as cpu_settings
 
 # SGLang 0.5.9 has one graph setting; later releases one each for prefill and decode.
 _ONE_GRAPH_SETTING = ("0.5.9",)
+_OWN_VARIABLES = "EAGLE3_SERVE_"
 
 
 def engine_command(config: Config, *, python: str, port: int, release: str) -> tuple[str, ...]:
@@ -31,7 +32,7 @@ def engine_command(config: Config, *, python: str, port: int, release: str) -> t
             "max-running-requests": engine.max_running_requests,
             "max-total-tokens": engine.max_total_tokens,
             "chunked-prefill-size": engine.chunked_prefill_size,
-            "page-size": engine.page_size,
+            "page-size": None if engine.device == "cpu" else engine.page_size,
             "reasoning-parser": engine.reasoning_parser,
             "tool-call-parser": engine.tool_call_parser,
         }
@@ -100,21 +101,40 @@ def engine_environment(
     inherited_python_path: str,
     cores: int,
 ) -> dict[str, str]:
-    """What is added to the environment of the engine's processes; the operator's own variables win nothing here."""
+    """What is added to the environment of the engine's processes.
+
+    `engine.environment` wins over the defaults here, but not over the variables that `runtime/` reads.
+    """
     paths = [str(path) for path in python_path]
-    environment = dict(config.engine.environment)
+    environment = {
+        # How often, in seconds, SGLang looks whether the client of a queued or unstreamed request is still there.
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     if config.engine.device == "cpu":
-        environment = cpu_settings.engine_environment(config.engine.tp_size, cores) | environment
+        environment |= cpu_settings.engine_environment(config.engine.tp_size, cores)
+    environment |= config.engine.environment
     environment |= {
         "EAGLE3_SERVE_DEVICE": config.engine.device,
         "EAGLE3_SERVE_OVERLAY": overlay_id,
         "EAGLE3_SERVE_REPORT_DIR": str(report_dir),
         "PYTHONPATH": ":".join([*paths, *filter(None, [inherited_python_path])]),
-        "PYTHONUNBUFFERED": "1",
-        # How often, in seconds, SGLang looks whether the client of a queued or unstreamed request is still there.
-        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
     if contract is not None:
         environment["EAGLE3_SERVE_AUX_LAYERS"] = contract.layers.env_value
         environment["EAGLE3_SERVE_AUX_CONVENTION"] = str(contract.convention)
+    return environment
+
+
+def process_environment(inherited: Mapping[str, str], added: Mapping[str, str], host: str) -> dict[str, str]:
+    """The whole environment of the engine: the launcher's own, without its configuration, and `added`.
+
+    The configuration's variables may hold the gateway's keys, which are nothing to code that a checkpoint brings.
+    SGLang asks itself over HTTP while it starts, so loopback and `host` never go through a proxy.
+    """
+    environment = {name: value for name, value in inherited.items() if not name.upper().startswith(_OWN_VARIABLES)}
+    environment |= added
+    direct = ["127.0.0.1", "localhost", "::1", host]
+    for name in ("NO_PROXY", "no_proxy"):
+        environment[name] = ",".join([*filter(None, [environment.get(name)]), *direct])
     return environment

@@ -9,6 +9,7 @@ leaves workers behind. A file run by path, standard library only, so that it cos
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -19,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 _POLL_S = 0.1
+# Nobody waits for an orphan's last requests, and the next launch wants its memory.
+_ORPHAN_GRACE_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -32,7 +35,7 @@ def main(arguments: list[str]) -> int:
     engine = subprocess.Popen(command)
     while engine.poll() is None:
         if select.select([int(lifeline)], [], [], _POLL_S)[0]:
-            _end_rest_of_group(float(grace_s), engine)
+            _end_rest_of_group(min(float(grace_s), _ORPHAN_GRACE_S), engine)
     _end_rest_of_group(_POLL_S, engine)
     code = engine.returncode if engine.returncode >= 0 else 128 - engine.returncode
     sys.stderr.write(f"[eagle3-serve] engine exited with code {code}\n")
@@ -49,11 +52,12 @@ def _end_rest_of_group(grace_s: float, engine: subprocess.Popen[bytes]) -> None:
     while _rest_of_group() and time.monotonic() < deadline:
         engine.poll()  # reaps it, so that it leaves the group
         time.sleep(_POLL_S / 2)
-    for process in _rest_of_group():
-        try:
-            os.kill(process, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    while rest := _rest_of_group():  # again until none is left: one may have forked meanwhile
+        for process in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        engine.poll()
+        time.sleep(_POLL_S / 2)
     engine.wait()
 
 

@@ -14,8 +14,9 @@ from typing import IO, Self
 import httpx
 
 from eagle3_serve.core.errors import EngineDiedError, EngineStartError, EngineTimeoutError
-from eagle3_serve.core.process import end_group, group_members
+from eagle3_serve.core.process import end_group
 from eagle3_serve.serving.engine import guard
+from eagle3_serve.serving.engine.command import process_environment
 from eagle3_serve.serving.engine.stages import StageReader, last_lines
 from eagle3_serve.serving.plan import EnginePlan
 
@@ -52,7 +53,7 @@ class EngineProcess:
         command = [sys.executable, guard.__file__, str(end_to_watch), str(plan.stop_grace_s), *plan.argv]
         return subprocess.Popen(
             command,
-            env=os.environ | dict(plan.environment),
+            env=process_environment(os.environ, plan.environment, plan.host),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -71,7 +72,7 @@ class EngineProcess:
         return time.monotonic() - self._started
 
     def alive(self) -> bool:
-        """Whether the engine's main process still runs."""
+        """Whether the engine runs: its guard ends when the engine's main process has."""
         return self._process is not None and self._process.poll() is None
 
     def exit_code(self) -> int | None:
@@ -149,7 +150,3 @@ class EngineProcess:
             os.close(self._lifeline)
             self._lifeline = None
         return gentle
-
-    def leftovers(self) -> list[int]:
-        """Process ids of the group that still run; empty after `stop`."""
-        return [] if self._process is None else [process.pid for process in group_members(self._process.pid)]

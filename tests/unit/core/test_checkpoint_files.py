@@ -65,6 +65,14 @@ def test_a_git_lfs_pointer_is_no_checkpoint(tmp_path: Path) -> None:
     assert "LFS" in caught.value.remedy
 
 
+@pytest.mark.parametrize("header", ["[1]", '{"a": 1}', '{"a": {"dtype": "F32"}}', '{"a": {"data_offsets": []}}', "3"])
+def test_a_header_that_describes_no_tensors_is_a_checkpoint_error(tmp_path: Path, header: str) -> None:
+    data = len(header).to_bytes(8, "little") + header.encode()
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_tensors(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "{", "\x00\xff"])
 def test_a_bad_config_is_a_checkpoint_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -245,3 +245,18 @@ def test_descending_ids_are_refused_because_sglang_hands_states_over_in_layer_or
         if list(order) != [2, 30, 58]:
             with pytest.raises(ContractError, match="not ascending"):
                 ask(list(order), convention="contract")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eagle_config": [1, 2]},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["2", "30"]}},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 5}},
+        {"eagle_aux_hidden_state_layer_ids": [True, 2, 3]},
+    ],
+    ids=str,
+)
+def test_a_drafter_config_of_another_shape_is_one_clear_error(config):
+    with pytest.raises(ContractError, match="eagle"):
+        DrafterIds.from_config(config)

@@ -46,6 +46,14 @@ def test_cuda_visible_devices_hides_gpus_here_too(tools: Path, monkeypatch: pyte
     assert read_machine().gpus == ()
 
 
+def test_a_memory_size_that_the_driver_does_not_know_is_left_out(tools: Path) -> None:
+    write_nvidia_smi(tools, "NVIDIA GB10, [N/A], 12.1\nNVIDIA X, [N/A], [N/A]\n")
+    assert [(gpu.memory_mib, gpu.compute_capability) for gpu in read_machine().gpus] == [
+        (None, (12, 1)),
+        (None, (0, 0)),
+    ]
+
+
 def test_a_driver_that_does_not_answer_counts_as_no_gpu(tools: Path) -> None:
     program = tools / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")

@@ -68,7 +68,7 @@ def test_an_fc_that_takes_another_number_of_states_is_refused_with_the_layers(co
     checkpoints, _ = preflight.read_checkpoints(config)
     contract, _ = decide_contract(config, checkpoints)
     (error,) = errors(preflight.check_fc_width(checkpoints, contract))
-    assert "32 values" in error.message
+    assert "fc.weight is [8, 32]" in error.message
     assert "2, 30, 58" in error.message
 
 
@@ -95,6 +95,23 @@ def test_a_served_target_without_drafter_needs_no_contract(config: Config) -> No
     assert checkpoints.drafter is None
     assert decide_contract(alone, checkpoints) == (None, [])
     assert errors(findings) == []
+
+
+def test_a_target_that_does_not_say_its_sizes_is_refused_and_no_layer_is_guessed(config: Config) -> None:
+    (config.target.path / "config.json").write_text('{"text_config": {"hidden_size": 8, "vocab_size": 32}}')
+    unsaid = changed(config, aux_layers={"layers": None, "convention": "auto"})
+    checkpoints, _ = preflight.read_checkpoints(unsaid)
+    (error,) = errors(preflight.check_target(checkpoints))
+    assert "num_hidden_layers" in error.message
+    contract, findings = decide_contract(unsaid, checkpoints)
+    assert contract is None
+    assert len(errors(findings)) == 1
+
+
+def test_a_python_without_this_package_cannot_run_the_patched_files(config: Config) -> None:
+    bare = Machine((), 2, sglang="0.5.23", torch="2.14.1", has_runtime=False)
+    (error,) = errors(preflight.check_release(config, bare, ["0.5.23"]))
+    assert "eagle3-serve" in error.message
 
 
 def test_sglang_must_be_there_in_the_release_of_the_configuration(config: Config) -> None:
@@ -156,6 +173,8 @@ def test_one_port_for_both_servers_is_refused(config: Config) -> None:
 
 def test_a_directory_that_cannot_be_made_is_an_error(config: Config, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    assert errors(preflight.check_directories(config)) == []
+    assert not config.paths.run_dir.exists()  # checking makes nothing
     blocked = changed(config, paths={"cache_dir": tmp_path / "file" / "cache"})
     (error,) = errors(preflight.check_directories(blocked))
     assert "paths.cache_dir" in error.message

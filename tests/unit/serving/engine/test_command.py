@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from eagle3_serve.config.schema import Config
 from eagle3_serve.config.sglang_arguments import owned_arguments
-from eagle3_serve.serving.engine.command import engine_command
+from eagle3_serve.serving.engine.command import engine_command, process_environment
 
 
 def make(**engine: object) -> Config:
@@ -91,3 +91,17 @@ def test_the_graph_size_is_spelled_as_the_release_wants_it() -> None:
 def test_cuda_graphs_can_be_turned_off() -> None:
     assert "--disable-cuda-graph" in argv(make(cuda_graph={"enabled": False}))
     assert "--disable-cuda-graph" not in argv(make())
+
+
+def test_the_engine_inherits_no_key_and_no_layer_from_the_launchers_environment() -> None:
+    inherited = {"EAGLE3_SERVE__GATEWAY__ADMIN_KEY": "k", "EAGLE3_SERVE_AUX_LAYERS": "1,2,3", "HOME": "/h"}
+    environment = process_environment(inherited, {"EAGLE3_SERVE_DEVICE": "cpu"}, "127.0.0.1")
+    assert environment["HOME"] == "/h"
+    assert {name for name in environment if name.startswith("EAGLE3_SERVE_")} == {"EAGLE3_SERVE_DEVICE"}
+
+
+def test_the_engine_never_asks_itself_through_a_proxy() -> None:
+    inherited = {"HTTP_PROXY": "http://proxy:3128", "NO_PROXY": "internal"}
+    environment = process_environment(inherited, {}, "10.0.0.5")
+    assert environment["NO_PROXY"] == "internal,127.0.0.1,localhost,::1,10.0.0.5"
+    assert environment["no_proxy"] == "127.0.0.1,localhost,::1,10.0.0.5"
