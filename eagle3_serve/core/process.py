@@ -14,6 +14,10 @@ import psutil
 
 from eagle3_serve.core.errors import EagleServeError, PortInUseError, PreflightError
 
+# Variable with a file descriptor of `eagle3-serve launch` whose closing counts as SIGTERM: for a program that must not
+# leave a launcher behind, however it ends itself.
+LIFELINE = "EAGLE3_SERVE_LIFELINE_FD"
+
 _POLL_S = 0.05
 
 

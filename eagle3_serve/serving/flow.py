@@ -41,12 +41,22 @@ class Stack:
     plan: LaunchPlan
     url: str
     engine: EngineProcess
+    gateway: GatewayServer
     reporter: Reporter
 
     async def ready(self) -> Served:
         """Raises EngineStartError or EngineTimeoutError."""
         ready_s = await self.engine.wait_ready(self.reporter.stage)
         return Served(self.url, self.plan.engine.url, ready_s, self.plan)
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Return when `stop` is set; raise when the engine or the gateway ends by itself."""
+        watching = [asyncio.create_task(part.watch(stop)) for part in (self.engine, self.gateway)]
+        try:
+            await asyncio.gather(*watching)
+        finally:
+            for task in watching:
+                task.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +82,7 @@ async def serving(resolved: Resolved, reporter: Reporter, urgent: asyncio.Event)
         port = await gateway.start()
         try:
             engine.start()
-            yield Stack(plan, plan.gateway_url(port), engine, reporter)
+            yield Stack(plan, plan.gateway_url(port), engine, gateway, reporter)
         finally:
             gateway.begin_drain()
             grace_s = resolved.config.gateway.drain_grace_s if engine.alive() else 0

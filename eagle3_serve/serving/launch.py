@@ -8,6 +8,7 @@ import signal
 
 from eagle3_serve.config.resolve import Resolved
 from eagle3_serve.core.errors import InterruptedLoadError, TerminatedLoadError
+from eagle3_serve.core.process import LIFELINE
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.serving import flow
 
@@ -21,10 +22,16 @@ class StopRequest:
         self.urgent = asyncio.Event()
 
     def install(self) -> None:
-        """Take SIGINT and SIGTERM in the running event loop."""
+        """Take SIGINT, SIGTERM and the end of the lifeline, if there is one, in the running event loop."""
         loop = asyncio.get_running_loop()
+        if lifeline := os.environ.get(LIFELINE):
+            loop.add_reader(int(lifeline), self._abandoned, int(lifeline))
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._record, number)
+
+    def _abandoned(self, lifeline: int) -> None:
+        asyncio.get_running_loop().remove_reader(lifeline)
+        self._record(signal.SIGTERM)
 
     def _record(self, number: signal.Signals) -> None:
         if self.signal is not None:
@@ -52,7 +59,7 @@ async def launch(resolved: Resolved, reporter: Reporter) -> None:
             overlay=served.plan.overlay.id,
             pid=os.getpid(),
         )
-        await starting.engine.watch(stop.event)
+        await starting.watch(stop.event)
         reporter.event("stopping", f"{_name(stop)}: finishing running requests; once more stops at once")
     reporter.event("stopped", "stopped")
 

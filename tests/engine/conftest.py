@@ -8,11 +8,16 @@ import pytest
 
 from tests.support.launcher import Launcher, ServedStack
 
+# Fixtures included: the first test that uses the stack waits for its start (READY_TIMEOUT_S), some start two.
+ENGINE_TEST_TIMEOUT_S = 600
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/engine" in str(item.path):
             item.add_marker(pytest.mark.engine)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(ENGINE_TEST_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ class CpuServer:
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever the environment says
 
     def post(self, path: str, body: dict[str, Any], *, timeout: float = 120.0) -> Any:
         request = urllib.request.Request(
@@ -34,7 +35,7 @@ class CpuServer:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with self._opener.open(request, timeout=timeout) as answer:
             return json.load(answer)
 
     def greedy(self, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ class CpuServer:
         return values[-(len(prompt) - start - 1) :], meta["cached_tokens"]
 
     def forget_cache(self) -> None:
-        urllib.request.urlopen(
+        self._opener.open(
             urllib.request.Request(f"http://127.0.0.1:{self.port}/flush_cache", method="POST"), timeout=30
         ).close()
 

@@ -27,7 +27,13 @@ NEVER_ENDING: dict[str, Any] = {"temperature": 0, "max_tokens": 1500, "extra_bod
 
 @pytest.fixture
 def client(served: ServedStack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.base_url + "/v1", api_key=served.api_key, max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=served.base_url + "/v1",
+        api_key=served.api_key,
+        max_retries=0,
+        timeout=120,
+        http_client=httpx.Client(trust_env=False),
+    )
 
 
 @pytest.fixture
@@ -137,7 +143,12 @@ def test_completions_route_answers_too(client: openai.OpenAI, served: ServedStac
 
 
 async def test_ten_clients_that_leave_after_a_second_leave_no_request_running(served: ServedStack) -> None:
-    async with openai.AsyncOpenAI(base_url=served.base_url + "/v1", api_key=served.api_key, max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=served.base_url + "/v1",
+        api_key=served.api_key,
+        max_retries=0,
+        http_client=httpx.AsyncClient(trust_env=False),
+    ) as client:
 
         async def leave() -> None:
             with contextlib.suppress(TimeoutError):
@@ -157,7 +168,8 @@ def test_a_client_that_leaves_an_unstreamed_request_frees_the_engine(http: httpx
     body = {"model": served.model, "messages": PROMPT, "max_tokens": 1500, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(30, read=1.0))
-    # SGLang looks whether the client is there after each output, or every four seconds.
+    # SGLang looks whether the client is there after each output, or every second:
+    # the launcher sets SGLANG_REQUEST_STATE_WAIT_TIMEOUT=1 unless engine.environment says otherwise.
     wait_until(lambda: running_requests(served) == 0, 8)
 
 

@@ -14,7 +14,7 @@ from eagle3_serve.core.process import group_members
 from eagle3_serve.serving.overlay.build import plan_overlay
 from eagle3_serve.serving.overlay.installed import installed_sglang
 from eagle3_serve.serving.overlay.manifest import load_manifest
-from tests.support.launcher import Launcher, ServedStack
+from tests.support.launcher import STOP_TIMEOUT_S, Launcher, ServedStack
 
 GONE_S = 10
 
@@ -92,10 +92,17 @@ def test_a_stop_while_loading_leaves_no_process_and_has_its_exit_code(
         wait_for_workers(launcher, group)
         assert launcher.stop(number) == code
         assert wait_until_gone(group) == []
-        assert launcher.process.stderr is not None
-        errors = launcher.process.stderr.read()
+        errors = launcher.errors()
     assert "Traceback" not in errors
     assert "while the engine was loading" in errors
+
+
+def test_a_launcher_stops_when_the_program_that_started_it_is_gone(tmp_path: Path) -> None:
+    with Launcher(tmp_path) as launcher:
+        group = engine_group(launcher)
+        launcher.abandon()
+        assert launcher.process.wait(STOP_TIMEOUT_S) == 143
+        assert wait_until_gone(group) == []
 
 
 def test_a_killed_launcher_leaves_no_engine_while_loading(tmp_path: Path) -> None:
@@ -115,8 +122,7 @@ def test_a_dead_scheduler_ends_the_launch_with_its_exit_code_and_leaves_nothing(
         scheduler.send_signal(signal.SIGKILL)
         assert launcher.process.wait(60) == 18
         assert wait_until_gone(group) == []
-        assert launcher.process.stderr is not None
-        assert str(stack.engine_log) in launcher.process.stderr.read()
+        assert str(stack.engine_log) in launcher.errors()
 
 
 def test_a_killed_launcher_leaves_no_engine_while_serving_and_can_start_again_at_the_same_port(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ states against those of a neighbouring layer differ by 0.08 at least (seen: 0.08
 orders of magnitude outside.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -73,14 +75,19 @@ def run_engine(directory: Path, overlay: Overlay | None, layers: str | None, tp_
     }
     environment |= {"EAGLE3_SERVE_AUX_LAYERS": layers} if layers else {}
     with (directory / "log").open("w") as log:
-        code = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.overlay_engine", str(directory / "job.json")],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
-            timeout=ENGINE_TIMEOUT_S,
-            check=False,
-        ).returncode
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(ENGINE_TIMEOUT_S)
+        finally:  # the schedulers too, which a kill of their parent alone would leave
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     reports = {file.name: json.loads(file.read_text()) for file in (directory / "reports").glob("*.json")}
     result = torch.load(directory / "result.pt") if (directory / "result.pt").exists() else None
     return Run(code, (directory / "log").read_text(errors="replace"), reports, result)

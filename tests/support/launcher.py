@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import pytest
+
+from eagle3_serve.core.process import LIFELINE
 
 READY_TIMEOUT_S = 240
 STOP_TIMEOUT_S = 60
@@ -49,9 +53,21 @@ class Launcher:
             "EAGLE3_SERVE__GATEWAY__API_KEY": API_KEY,
             "EAGLE3_SERVE__GATEWAY__ADMIN_KEY": ADMIN_KEY,
         }
+        # No pipe: nobody reads it while the launcher runs.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._stderr.close)
+        # The launcher stops when this process is gone, however it ends.
+        watched, self._lifeline = os.pipe()
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment | {LIFELINE: str(watched)},
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            pass_fds=(watched,),
         )
+        os.close(watched)
+        weakref.finalize(self, os.close, self._lifeline)
         self.events: list[dict[str, object]] = []
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -68,19 +84,30 @@ class Launcher:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.append(json.loads(line))
-            if self.events[-1]["event"] == "ready":
-                self._ready.set()
-        self._ready.set()
+        try:
+            for line in self.process.stdout:
+                self.events.append(json.loads(line))
+                if self.events[-1]["event"] == "ready":
+                    self._ready.set()
+        finally:
+            self._ready.set()
+
+    def abandon(self) -> None:
+        """What happens when the program that started the launcher is killed."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._lifeline)
+
+    def errors(self) -> str:
+        """What the launcher wrote to stderr so far."""
+        file = self._stderr.fileno()
+        # The launcher writes at the file's shared position: reading must not move it.
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def wait_ready(self) -> ServedStack:
         self._ready.wait(self._ready_timeout_s)
         ready = next((event for event in self.events if event["event"] == "ready"), None)
         if ready is None:
-            self.process.send_signal(signal.SIGTERM)
-            _, errors = self.process.communicate(timeout=STOP_TIMEOUT_S)
-            pytest.fail(f"the stack did not come up (exit code {self.process.returncode}):\n{errors}")
+            code = self.stop()
+            pytest.fail(f"the stack did not come up (exit code {code}):\n{self.errors()}")
         return ServedStack(
             base_url=str(ready["url"]),
             engine_url=str(ready["engine_url"]),

@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from eagle3_serve.config.schema import GatewayConfig
+from eagle3_serve.core.errors import EagleServeError
 from eagle3_serve.core.process import port_error
 from eagle3_serve.serving.gateway.state import Gateway
 
@@ -23,7 +24,7 @@ _LAST_WORDS_S = 1
 
 
 class GatewayServer:
-    """One listening gateway. Used within one event loop: `start`, `begin_drain`, `stop`."""
+    """One listening gateway. Used within one event loop: `start`, `watch`, `begin_drain`, `stop`."""
 
     def __init__(self, app: FastAPI, config: GatewayConfig) -> None:
         self._config = config
@@ -59,6 +60,21 @@ class GatewayServer:
             self._task.result()
             raise RuntimeError("the gateway's server ended while it started")
         return port
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Return when `stop` is set; raise EagleServeError when the server ends by itself. Only after `start`."""
+        if self._task is None:
+            raise RuntimeError("the gateway's server was not started")
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({self._task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if not stop.is_set():
+            cause = None if self._task.cancelled() else self._task.exception()
+            raise EagleServeError(
+                "the gateway's server ended by itself", remedy="read gateway.log in the run directory"
+            ) from cause
 
     def begin_drain(self) -> None:
         """From now on /ready says no and new API requests get 503; running ones go on."""
@@ -117,15 +133,17 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off for accepted connections only if the protocol is named: 40 ms an event.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = None
     try:
+        # asyncio turns Nagle's delay off for accepted connections only if the protocol is named: 40 ms an event.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         # At once: until somebody listens, a second process could bind the same port too.
         listening.listen(_BACKLOG)
     except OSError as error:
-        listening.close()
+        if listening is not None:
+            listening.close()
         raise port_error(host, port, "gateway.port", error) from error
     listening.setblocking(False)
     return listening

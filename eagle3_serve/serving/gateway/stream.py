@@ -21,6 +21,7 @@ class ClientStream:
         self._send = send
         self._lock = asyncio.Lock()
         self._boundary = Boundary()
+        self._interrupted = False
         self._last_sent = time.monotonic()
         self.started = False
 
@@ -51,7 +52,8 @@ class ClientStream:
         async with self._lock:
             ending = b""
             if error is not None:
-                ending = (b"" if self._boundary.whole else b"\n\n") + error.event()
+                whole = self._boundary.whole and not self._interrupted
+                ending = (b"" if whole else b"\n\n") + error.event()
             await self._send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
@@ -60,6 +62,9 @@ class ClientStream:
             self.started = True
 
     async def _write(self, data: bytes) -> None:
+        # Where sending blocks (a slow reader) and is cancelled, the bytes may be out or not: an ending must fit both.
+        self._interrupted = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._interrupted = False
         self._boundary.feed(data)
         self._last_sent = time.monotonic()

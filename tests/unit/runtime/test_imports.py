@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 PROGRAM = """
 from __future__ import annotations
@@ -23,5 +24,13 @@ def test_runtime_imports_neither_torch_nor_sglang_nor_pydantic():
     assert roots == {"eagle3_serve"}
 
 
-def test_runtime_imports_in_milliseconds():
-    assert min(import_in_a_fresh_process()["ms"] for _ in range(3)) < 30
+def bare_start_ms():
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    return (time.perf_counter() - start) * 1e3
+
+
+def test_runtime_imports_in_no_more_than_three_starts_of_python():
+    """About 10 ms each; relative, because a loaded machine is slow at both."""
+    found = [(import_in_a_fresh_process()["ms"], bare_start_ms()) for _ in range(5)]
+    assert min(ms for ms, _ in found) < 3 * min(bare for _, bare in found)

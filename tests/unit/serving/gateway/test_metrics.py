@@ -71,7 +71,9 @@ async def test_requests_bytes_times_and_upstream_errors_are_counted(
     bodies = [chat_body(), chat_body(stream=True), chat_body(model="other")]
     for body in (*bodies, chat_body(user="bad"), chat_body(user="broken")):
         sizes += len((await gateway.client.post(CHAT, json=body)).content)
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):  # a client has its answer before the request is counted
+        while await gateway.metric(PREFIX + "request_duration_seconds_count", route=CHAT) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert await gateway.metric(PREFIX + "requests_total", route=CHAT, status="200") == 2
     assert await gateway.metric(PREFIX + "requests_total", route=CHAT, status="400") == 1
     assert await gateway.metric(PREFIX + "requests_total", route=CHAT, status="404") == 1

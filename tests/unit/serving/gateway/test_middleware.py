@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tests.support.scripted_upstream import Answering, Received, ScriptedUpstream, chat_answer
-from tests.unit.serving.gateway.conftest import ADMIN_KEY, CHAT, RunningGateway, StartGateway, chat_body
+from tests.unit.serving.gateway.conftest import ADMIN_KEY, CHAT, RunningGateway, StartGateway, chat_body, eventually
 
 
 async def answer_chat(request: Received, answer: Answering) -> None:
@@ -47,7 +47,7 @@ async def test_one_line_a_request_without_bodies(
     await gateway.client.post(CHAT, json=chat_body(user="private words"), headers={"x-request-id": "job-7"})
     await gateway.client.get("/health")
     await gateway.client.get("/evil%0aPOST /v1/fake 200")
-    await asyncio.sleep(0.05)
+    await eventually(lambda: "/evil" in caplog.text)
     lines = [record.getMessage() for record in caplog.records if record.name == "eagle3_serve.gateway"]
     assert len(lines) == 2
     assert re.fullmatch(rf"POST {CHAT} 200 \d+ ms id=job-7", lines[0])
@@ -81,10 +81,11 @@ async def test_an_upload_that_breaks_off_is_no_error_of_ours(
     _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n"
     writer.write(head.encode() + b'{"model"')
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(3):
+        while await gateway.metric("eagle3_serve_gateway_requests_in_flight", route=CHAT) != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     writer.transport.abort()
-    await asyncio.sleep(0.2)
-    assert "499" in caplog.text
+    await eventually(lambda: "499" in caplog.text)
     assert "client left" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -16,7 +16,10 @@ PROBE = "/health_generate"
 async def test_ready_is_200_when_the_engine_answers_and_the_answer_is_kept_for_a_second(
     upstream: ScriptedUpstream, gateway: RunningGateway
 ) -> None:
-    found = [await gateway.client.get("/ready") for _ in range(20)]
+    found = [await gateway.client.get("/ready")]
+    began = time.monotonic()
+    while len(found) < 20 and (len(found) < 2 or time.monotonic() - began < 0.5):
+        found.append(await gateway.client.get("/ready"))
     assert {response.status_code for response in found} == {200}
     assert len(upstream.requests(PROBE)) == 1
     await asyncio.sleep(1.1)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 
 import openai
 import pytest
+from starlette.types import Message
 
+from eagle3_serve.serving.gateway.errors import ApiError
+from eagle3_serve.serving.gateway.stream import ClientStream
 from tests.support.scripted_upstream import (
     SSE_HEADERS,
     Answering,
@@ -123,8 +128,11 @@ async def test_a_silent_stream_gets_keep_alive_comments_before_and_between_event
         await answer.end()
 
     upstream.on(CHAT, script)
-    comment = b": keep-alive\n\n"
-    assert await stream_bytes(gateway) == comment * 2 + first + comment * 2 + last
+    began = time.monotonic()
+    seen = await stream_bytes(gateway)
+    comments = rb"(?:: keep-alive\n\n)+"
+    assert re.fullmatch(comments + re.escape(first) + comments + re.escape(last), seen)
+    assert seen.count(b": keep-alive") <= (time.monotonic() - began) / 0.2
 
 
 async def test_the_openai_client_does_not_notice_keep_alive_comments(
@@ -171,6 +179,38 @@ async def test_an_engine_that_dies_mid_stream_ends_it_with_an_error_event(
     last = seen.removeprefix(first + partial).strip()
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
     assert b"[DONE]" not in seen
+
+
+@pytest.mark.parametrize("out_first", [True, False], ids=["bytes out", "bytes kept"])
+@pytest.mark.parametrize(
+    ("sent", "blocked"), [(b"data: {}\n\n", b'data: {"id'), (b'data: {"id', b'": 1}\n\n')], ids=["begins", "completes"]
+)
+async def test_the_error_is_an_event_of_its_own_however_a_blocked_write_was_cut(
+    sent: bytes, blocked: bytes, out_first: bool
+) -> None:
+    out = b""
+
+    async def send(message: Message) -> None:
+        """A server before a client that stops reading at `blocked`; servers differ in when they wait."""
+        nonlocal out
+        body = message.get("body", b"")
+        if body == blocked and not out_first:
+            await asyncio.sleep(60)
+        out += body
+        if body == blocked:
+            await asyncio.sleep(60)
+
+    client = ClientStream(send)
+    await client.start(200, [])
+    await client.write(sent)
+    writing = asyncio.create_task(client.write(blocked))
+    await asyncio.sleep(0.01)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    error = ApiError(503, "the server is shutting down", code="server_shutting_down")
+    await client.finish(error)
+    assert out.startswith(sent + blocked if out_first else sent)
+    assert out.endswith(b"\n\n" + error.event())
 
 
 async def test_a_stream_without_any_event_is_an_error(upstream: ScriptedUpstream, gateway: RunningGateway) -> None:
