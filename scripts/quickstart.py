@@ -120,15 +120,17 @@ def show(ready: Json, answer: Answer, num_draft_tokens: int) -> None:
 {answer.completion_tokens} tokens in {answer.seconds:.1f} s, accept length {length} (1 would be no gain)
 
 Call it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{
-    "model": "{model}", "max_tokens": 96,
-    "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key={key})
-  print(client.chat.completions.create(
-      model="{model}", max_tokens=96, messages=[{{"role": "user", "content": "{QUESTION}"}}],
-  ).choices[0].message.content)
+curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{{
+  "model": "{model}", "max_tokens": 96, "temperature": 0,
+  "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+
+from openai import OpenAI  # .venv/bin/python has it
+client = OpenAI(base_url="{url}/v1", api_key={key})
+print(client.chat.completions.create(
+    model="{model}", max_tokens=96, temperature=0,
+    messages=[{{"role": "user", "content": "{QUESTION}"}}],
+).choices[0].message.content)
 """)
 
 

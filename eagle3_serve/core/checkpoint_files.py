@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import json
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +16,19 @@ from eagle3_serve.core.errors import CheckpointError
 # safetensors: 8 bytes little-endian header length, the JSON header, then the tensors' bytes.
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
+_INTEGERS = {"I64": "q", "I32": "i", "BOOL": "b", "U8": "B"}
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file: dtype as the format spells it ("BF16"), shape, and the file that holds it."""
+    """One tensor of a safetensors file: dtype as the format spells it ("BF16"), shape, and where its bytes are."""
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
+    start: int
+    end: int
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -62,6 +67,19 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
                 remedy=f"download {file_name} and the index again, from the same revision",
             )
     return tensors
+
+
+def read_integers(tensor: TensorInfo) -> list[int]:
+    """A small integer or boolean tensor's values, flat. Raises CheckpointError for another dtype."""
+    if tensor.dtype not in _INTEGERS:
+        raise CheckpointError(f"a tensor of {tensor.file} is {tensor.dtype} where whole numbers are meant")
+    values = array.array(_INTEGERS[tensor.dtype])
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        values.frombytes(file.read(tensor.end - tensor.start))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -117,7 +135,12 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         tensors = {
-            str(name): TensorInfo(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
+            str(name): TensorInfo(
+                str(entry["dtype"]),
+                tuple(map(int, entry["shape"])),
+                file,
+                *(_LENGTH_BYTES + length + int(offset) for offset in entry["data_offsets"][:2]),
+            )
             for name, entry in header.items()
         }
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:

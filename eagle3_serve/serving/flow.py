@@ -102,5 +102,6 @@ def make_gateway(resolved: Resolved, plan: LaunchPlan, engine: EngineProcess) ->
         keys=resolved.secrets,
         engine_alive=engine.alive,
         info=ServerInfo(plan).read,
+        vocab_size=plan.vocab_size,
     )
     return GatewayServer(app, gateway)

@@ -59,9 +59,9 @@ def _packages(python: Path | None) -> tuple[str | None, str | None, bool]:
         answer = subprocess.run(
             [program, "-c", _VERSIONS], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
         )
-    except (OSError, subprocess.SubprocessError):
-        return None, None, False
-    sglang, torch, has_runtime = json.loads(answer.stdout)
+        sglang, torch, has_runtime = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None, None, False  # no Python there, or a program that is none
     return sglang, torch, has_runtime
 
 

@@ -57,6 +57,7 @@ class LaunchPlan:
     engine: EnginePlan
     gateway_address: tuple[str, int]
     served_name: str
+    vocab_size: int | None
     readiness: str
 
     def gateway_url(self, port: int) -> str:
@@ -82,6 +83,7 @@ def make_plan(
     run_dir: Path,
     python: str,
     cores: int,
+    vocab_size: int | None = None,
     inherited_python_path: str = "",
 ) -> LaunchPlan:
     """Decide the launch. `contract` is None where no drafter is served; `engine_port` 0: none could be found."""
@@ -118,6 +120,7 @@ def make_plan(
         engine=engine_plan,
         gateway_address=(config.gateway.host, config.gateway.port),
         served_name=config.target.served_name,
+        vocab_size=vocab_size,
         readiness=f"GET {engine_plan.health_url} answers 200 within {engine.start_timeout_s:g} s, engine alive",
     )
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from eagle3_serve.config.keyfiles import GatewayKeys
 from eagle3_serve.config.schema import Config
-from eagle3_serve.core.checkpoint_files import TensorInfo, read_config, read_tensors, text_config
+from eagle3_serve.core.checkpoint_files import TensorInfo, read_config, read_integers, read_tensors, text_config
 from eagle3_serve.core.contract import Resolution
+from eagle3_serve.core.draft_vocab import check_d2t
 from eagle3_serve.core.errors import CheckpointError, EagleServeError, PortInUseError, PreflightError
 from eagle3_serve.core.process import require_free_port
 from eagle3_serve.serving.machine import Machine
@@ -50,7 +52,15 @@ class Checkpoints:
     @property
     def num_layers(self) -> int | None:
         """Decoder layers of the target."""
-        value = text_config(self.target).get("num_hidden_layers") if self.target else None
+        return self._number("num_hidden_layers")
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids of the target, 0 to this less one."""
+        return self._number("vocab_size")
+
+    def _number(self, name: str) -> int | None:
+        value = text_config(self.target).get(name) if self.target else None
         return value if isinstance(value, int) else None
 
 
@@ -97,7 +107,8 @@ def check_drafter(checkpoints: Checkpoints) -> Iterator[Finding]:
     drafter, target = checkpoints.drafter, checkpoints.target
     if drafter is None:
         return
-    architectures = drafter.get("architectures") or []
+    architectures = drafter.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else [architectures]
     if DRAFTER_ARCHITECTURE not in architectures:
         yield Finding(
             "error",
@@ -154,6 +165,26 @@ def check_fc_width(checkpoints: Checkpoints, contract: Resolution | None) -> Ite
         "serve an EAGLE-3 drafter in SGLang's layout",
         CheckpointError,
     )
+
+
+def check_draft_vocabulary(checkpoints: Checkpoints) -> Iterator[Finding]:
+    """d2t maps the drafter's ids into the target's vocabulary: found here, not after the weights are loaded."""
+    drafter, tensors = checkpoints.drafter, checkpoints.drafter_tensors
+    if drafter is None or tensors is None or checkpoints.vocab_size is None:
+        return
+    if not isinstance(draft_vocab := drafter.get("draft_vocab_size"), int):
+        return  # SGLang then takes the target's head and vocabulary
+    named = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
+    try:
+        d2t, t2d = (read_integers(named[name]) if name in named else None for name in ("d2t", "t2d"))
+        check_d2t(
+            d2t,
+            draft_vocab=draft_vocab,
+            target_vocab=checkpoints.vocab_size,
+            t2d=None if t2d is None else [bool(each) for each in t2d],
+        )
+    except CheckpointError as error:
+        yield Finding("error", "drafter", error.message, error.remedy, CheckpointError)
 
 
 def check_release(config: Config, machine: Machine, supported: Iterable[str]) -> Iterator[Finding]:
@@ -235,6 +266,31 @@ def check_attention_backends(config: Config, machine: Machine) -> Iterator[Findi
             f"the drafter is Llama-type and would run on {drafter or target}, which serves MLA models only",
             "set drafter.attention_backend to triton or flashinfer",
         )
+
+
+def check_exposure(config: Config, keys: GatewayKeys) -> Iterator[Finding]:
+    """Nobody serves to a network by accident."""
+    if not _is_loopback(config.gateway.host) and keys.api_key is None:
+        yield Finding(
+            "warning",
+            "exposure",
+            f"gateway.host is {config.gateway.host or 'every address'} and there is no API key: whoever reaches the "
+            "port can use the model",
+            "set gateway.api_key_file, or EAGLE3_SERVE__GATEWAY__API_KEY",
+        )
+    if not _is_loopback(config.engine.host):
+        yield Finding(
+            "warning",
+            "exposure",
+            f"engine.host is {config.engine.host or 'every address'}: SGLang's own routes ask for no key",
+            "leave it at 127.0.0.1; applications need only the gateway",
+        )
+    if keys.api_key and keys.admin_key and keys.api_key.get_secret_value() == keys.admin_key.get_secret_value():
+        yield Finding("warning", "exposure", "gateway.api_key and gateway.admin_key are the same", "use two keys")
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def check_ports(config: Config) -> Iterator[Finding]:

@@ -48,10 +48,12 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
         *preflight.check_drafter(checkpoints),
         *contract_findings,
         *preflight.check_fc_width(checkpoints, contract),
+        *preflight.check_draft_vocabulary(checkpoints),
         *preflight.check_release(config, machine, supported_versions()),
         *overlay_findings,
         *preflight.check_devices(config, machine),
         *preflight.check_attention_backends(config, machine),
+        *preflight.check_exposure(config, resolved.secrets),
         *preflight.check_ports(config),
         *preflight.check_directories(config),
     ]
@@ -63,6 +65,7 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
         run_dir=config.paths.run_dir / _run_name(),
         python=str(config.engine.python or sys.executable),
         cores=machine.cores,
+        vocab_size=checkpoints.vocab_size,
         inherited_python_path=os.environ.get("PYTHONPATH", ""),
     )
     return Prepared(plan, overlay, tuple(findings))

@@ -160,7 +160,9 @@ async def test_ten_clients_that_leave_after_a_second_leave_no_request_running(se
                         pass
                     pytest.fail("1500 tokens in a second: leave earlier")
 
-        await asyncio.gather(*(leave() for _ in range(10)))
+        leaving = asyncio.gather(*(leave() for _ in range(10)))
+        await asyncio.to_thread(wait_until, lambda: running_requests(served) > 0, 5)
+        await leaving
         await asyncio.to_thread(wait_until, lambda: running_requests(served) == 0, 3)
 
 
@@ -208,10 +210,16 @@ def test_no_or_negative_tokens_are_400(http: httpx.Client, served: ServedStack, 
 def test_null_tokens_of_a_chat_end_at_the_context(client: openai.OpenAI, served: ServedStack) -> None:
     length = context_length(client, served.model)
     answer = client.chat.completions.create(
-        model=served.model, messages=PROMPT, max_tokens=None, temperature=0, stop=["e"], timeout=200
+        model=served.model,
+        messages=PROMPT,
+        max_tokens=None,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+        timeout=400,
     )
     assert answer.usage is not None
-    assert answer.usage.total_tokens <= length
+    assert length - 8 <= answer.usage.total_tokens <= length
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_null_tokens_of_a_completion_are_400(http: httpx.Client, served: ServedStack) -> None:
@@ -239,14 +247,36 @@ def test_json_schema_requests_among_plain_ones_parse_or_are_refused(http: httpx.
 
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         found = list(pool.map(ask, range(30)))
+    parsed = 0
     for with_schema, status, answer in found:
         if status == 200 and with_schema and answer["choices"][0]["finish_reason"] != "length":
             assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["ok"], bool)
+            parsed += 1
         elif with_schema:
             assert status == 200 or 400 <= status < 500
         else:
             assert status == 200
+    assert parsed > 0
     assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": PROMPT, "logprobs": True, "top_logprobs": 99999}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 2049}),
+        ("/v1/completions", {"prompt": [2048]}),
+        ("/v1/completions", {"prompt": [-5]}),
+        ("/v1/chat/completions", {"messages": PROMPT, "logit_bias": {"2048": 1}}),
+    ],
+    ids=str,
+)
+def test_a_request_that_would_end_the_scheduler_is_400_and_the_server_lives(
+    http: httpx.Client, served: ServedStack, route: str, fields: dict[str, Any]
+) -> None:
+    assert http.post(route, json={"model": served.model, "max_tokens": 4, **fields}).status_code == 400
+    good = http.post(route, json={"model": served.model, "max_tokens": 4, "messages": PROMPT, "prompt": [5, 6]})
+    assert good.status_code == 200
 
 
 def test_metrics_hold_both_sets_and_ask_for_a_key(http: httpx.Client, served: ServedStack) -> None:

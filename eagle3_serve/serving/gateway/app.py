@@ -33,15 +33,18 @@ def create_app(
     keys: GatewayKeys,
     engine_alive: Callable[[], bool],
     info: Callable[[], Mapping[str, Any]],
+    vocab_size: int | None = None,
 ) -> FastAPI:
     """The application before the engine at `upstream` (`http://127.0.0.1:PORT`).
 
+    `vocab_size`: the target's, to refuse token ids beyond it.
     `engine_alive` says whether the engine's process runs; `info` is what `/internal/info` answers.
     """
     engine = Upstream(upstream)
     gateway = Gateway(
         config=config,
         served_name=served_name,
+        vocab_size=vocab_size,
         upstream=engine,
         drain=Drain(),
         metrics=GatewayMetrics(),

@@ -11,6 +11,7 @@ from eagle3_serve.serving.gateway.errors import JSON, ApiError
 
 # OpenAI's own limit; the engine would start as many sequences as it is asked for.
 _MOST_CHOICES = 128
+_MOST_LOGPROBS = 20
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -36,17 +37,25 @@ def require_json(request: Request) -> None:
         raise ApiError(415, "compressed request bodies are not supported", code="unsupported_media_type")
 
 
-def check_generation(body: bytes, served_name: str) -> bool:
-    """Check a completion request; True if it asks for a stream. Raises ApiError 400 or 404."""
+def check_generation(body: bytes, served_name: str, vocab_size: int | None) -> bool:
+    """Check a completion request; True if it asks for a stream. Raises ApiError 400 or 404.
+
+    `vocab_size`: token ids from it on are refused, because the engine's scheduler dies of one; None: it is not known.
+    """
     fields = _parse(body)
     _check_model(fields, served_name)
     for name in ("max_tokens", "max_completion_tokens"):
         _check_count(fields, name)
     for name in ("n", "best_of"):
         _check_count(fields, name, most=_MOST_CHOICES)
+    for name in ("top_logprobs", "logprobs"):
+        if not isinstance(fields.get(name), bool):  # a chat's logprobs is a switch, a completion's a number
+            _check_count(fields, name, least=0, most=_MOST_LOGPROBS)
+    _check_token_ids(fields.get("prompt"), vocab_size)
+    _check_logit_bias(fields.get("logit_bias"), vocab_size)
     stream = fields.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise _bad("stream", "stream must be true, false or null")
+    if "stream" in fields and not isinstance(stream, bool):
+        raise _bad("stream", "stream must be true or false")  # null is an error to SGLang too
     return stream is True
 
 
@@ -81,7 +90,27 @@ def _check_model(fields: dict[str, Any], served_name: str) -> None:
         raise unknown_model(name, served_name)
 
 
-def _check_count(fields: dict[str, Any], name: str, *, most: int | None = None) -> None:
+def _check_token_ids(prompt: Any, vocab_size: int | None) -> None:
+    """A prompt of token ids, or a list of such prompts; text is the engine's business."""
+    if not isinstance(prompt, list):
+        return
+    for item in prompt:
+        for each in item if isinstance(item, list) else [item]:
+            if isinstance(each, int) and not _is_token(each, vocab_size):
+                raise _bad("prompt", f"token id {each} is not in the vocabulary")
+
+
+def _check_logit_bias(bias: Any, vocab_size: int | None) -> None:
+    for name in bias if isinstance(bias, dict) else ():
+        if not name.isdecimal() or not _is_token(int(name), vocab_size):
+            raise _bad("logit_bias", f"token id {name[:20]} is not in the vocabulary")
+
+
+def _is_token(number: int, vocab_size: int | None) -> bool:
+    return number >= 0 and (vocab_size is None or number < vocab_size)
+
+
+def _check_count(fields: dict[str, Any], name: str, *, least: int = 1, most: int | None = None) -> None:
     """SGLang reads max_tokens 0 of a chat as "no limit", and "16" as 16; here both are errors. null is its default."""
     value = fields.get(name)
     if value is None:
@@ -90,8 +119,8 @@ def _check_count(fields: dict[str, Any], name: str, *, most: int | None = None) 
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and not (isinstance(value, float) and value.is_integer()):
         raise _bad(name, f"{name} must be a whole number")
-    if value < 1:
-        raise _bad(name, f"{name} must be at least 1")
+    if value < least:
+        raise _bad(name, f"{name} must be at least {least}")
     if most is not None and value > most:
         raise _bad(name, f"{name} must be at most {most}")
 

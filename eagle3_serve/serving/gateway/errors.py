@@ -103,6 +103,7 @@ def _json_object(data: bytes) -> dict[str, Any] | None:
 def _from_object(status: int, error: Any, retry_after: str | None) -> ApiError:
     fields = error if isinstance(error, dict) else {"message": error}
     message = str(fields.get("message") or fields.get("detail") or f"the engine answered {status}")
+    message = message.partition("\n\n  File ")[0]  # FastAPI ends a validation error with the server's own file
     param, code = fields.get("param"), fields.get("code")
     if status == 400 and any(sentence in message for sentence in _CONTEXT_SENTENCES):
         code = "context_length_exceeded"

@@ -50,7 +50,7 @@ def _add_api(router: APIRouter, gateway: Gateway) -> None:
         checks.require_json(request)
         body = await checks.read_body(request, gateway.config.max_body_bytes)
         record_of(request.scope).request_bytes = len(body)
-        stream = checks.check_generation(body, gateway.served_name)
+        stream = checks.check_generation(body, gateway.served_name, gateway.vocab_size)
         return forward(EngineCall("POST", path, _headers(request), body, stream))
 
     def forward(call: EngineCall) -> Response:

@@ -20,6 +20,7 @@ class Gateway:
 
     config: GatewayConfig
     served_name: str
+    vocab_size: int | None
     upstream: Upstream
     drain: Drain
     metrics: GatewayMetrics

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import SecretStr
 from safetensors.torch import save_file
 
+from eagle3_serve.config.keyfiles import GatewayKeys
 from eagle3_serve.config.schema import Config
 from eagle3_serve.core.errors import CheckpointError, PortInUseError, PreflightError
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.machine import Gpu, Machine
 from eagle3_serve.serving.preflight import Finding
 from eagle3_serve.serving.prepare import decide_contract
-from tests.unit.serving.conftest import HIDDEN, changed
+from tests.unit.serving.conftest import HIDDEN, VOCAB, changed
 
 BLACKWELL = Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97887, (12, 0))
 EIGHT_BLACKWELLS = Machine((BLACKWELL,) * 8, cores=64, sglang="0.5.23", torch="2.14.1")
@@ -70,6 +72,42 @@ def test_an_fc_that_takes_another_number_of_states_is_refused_with_the_layers(co
     (error,) = errors(preflight.check_fc_width(checkpoints, contract))
     assert "fc.weight is [8, 32]" in error.message
     assert "2, 30, 58" in error.message
+
+
+@pytest.mark.parametrize(
+    ("d2t", "says"),
+    [
+        ([0, 0, 1, 1], None),
+        ([0, 1, 3, 5], "t2d shows it"),
+        ([0, 0, 0, 99], "outside"),
+        ([0, 0], "2 entries"),
+        (None, "no d2t"),
+    ],
+    ids=["offsets", "ids", "out of range", "too short", "missing"],
+)
+def test_a_draft_vocabulary_is_checked_before_the_weights_are_loaded(
+    config: Config, d2t: list[int] | None, says: str | None
+) -> None:
+    edit_json(config.drafter.path / "config.json", draft_vocab_size=4)
+    tensors = {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN)}
+    if d2t is not None:
+        tensors["d2t"] = torch.tensor(d2t, dtype=torch.int64)
+        tensors["t2d"] = torch.tensor(
+            [token in {0, 1, 3, 4} if says != "t2d shows it" else token in {0, 1, 3, 5} for token in range(VOCAB)]
+        )
+    save_file(tensors, config.drafter.path / "model.safetensors")
+    checkpoints, _ = preflight.read_checkpoints(config)
+    found = errors(preflight.check_draft_vocabulary(checkpoints))
+    assert [says in finding.message for finding in found] == ([True] if says else []), found
+
+
+def test_a_server_that_is_open_to_a_network_without_a_key_is_a_warning(config: Config) -> None:
+    exposed = changed(config, gateway={"host": "0.0.0.0"}, engine={"host": ""})
+    assert len(list(preflight.check_exposure(exposed, GatewayKeys()))) == 2
+    key = SecretStr("same")
+    (same,) = preflight.check_exposure(config, GatewayKeys(key, key))
+    assert "are the same" in same.message
+    assert list(preflight.check_exposure(config, GatewayKeys())) == []
 
 
 def test_a_layer_that_the_target_does_not_have_is_refused(config: Config) -> None:

@@ -95,9 +95,47 @@ async def test_more_choices_than_openai_allows_are_refused(gateway: RunningGatew
     assert (status, error["param"]) == (400, "n")
 
 
+KILLERS = [
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 99999}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": -1}),
+    ("logprobs", {"prompt": "a", "logprobs": 2049}),
+    ("prompt", {"prompt": [2048]}),
+    ("prompt", {"prompt": [[1, 2], [3, -5]]}),
+    ("logit_bias", {"logit_bias": {"2048": 1}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("param", "fields"), KILLERS, ids=str)
+async def test_what_would_end_the_engines_scheduler_is_400(
+    upstream: ScriptedUpstream, gateway: RunningGateway, route: str, param: str, fields: dict[str, Any]
+) -> None:
+    status, error = await refusal(gateway, json.dumps({"model": "kimi", "messages": [], **fields}).encode(), route)
+    assert (status, error["param"], error["code"]) == (400, param, "invalid_value")
+    assert upstream.received == []
+
+
+async def test_good_logprobs_biases_and_token_ids_reach_the_engine(
+    upstream: ScriptedUpstream, gateway: RunningGateway
+) -> None:
+    upstream.on(CHAT, answer_chat)
+    good: list[dict[str, Any]] = [
+        {"logprobs": True, "top_logprobs": 20},
+        {"logprobs": None, "logit_bias": {"0": -100, "2047": 1}},
+        {"logprobs": 0, "prompt": [0, 2047]},
+        {"prompt": ["text", "more"]},
+    ]
+    for fields in good:
+        content = json.dumps({"model": "kimi", "messages": [], **fields}).encode()
+        response = await gateway.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 200, fields
+        assert upstream.requests(CHAT)[-1].body == content
+
+
 async def test_stream_that_is_no_boolean_is_400(gateway: RunningGateway) -> None:
-    for value in ("true", 1, [], {}):
-        status, error = await refusal(gateway, json.dumps(chat_body(stream=value)).encode())
+    for value in ("true", 1, [], {}, None):
+        status, error = await refusal(gateway, json.dumps({**chat_body(), "stream": value}).encode())
         assert (status, error["param"]) == (400, "stream")
 
 
