@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from eagle3_serve.core import errors
@@ -22,6 +23,6 @@ def test_the_message_carries_the_remedy() -> None:
 
 
 def test_the_readme_lists_all_exit_codes_with_their_meanings() -> None:
-    text = README.read_text()
-    for code, meaning in errors.exit_codes().items():
-        assert f"| {code} | {meaning} |" in text
+    table = README.read_text().partition("## Exit codes")[2].partition("##")[0]
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", table, re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == errors.exit_codes()
