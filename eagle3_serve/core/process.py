@@ -23,7 +23,7 @@ _POLL_S = 0.05
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listens on right now. Another process may still take it before its user does."""
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+    with socket.socket(socket_family(host), socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
@@ -44,7 +44,7 @@ def port_holder(port: int) -> str:
 def require_free_port(host: str, port: int, *, key: str) -> None:
     """Raise PortInUseError or PreflightError if `host:port` cannot be bound now; `key`: the configuration key."""
     try:
-        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        with socket.socket(socket_family(host), socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
@@ -98,5 +98,6 @@ def _signal_group(group: int, number: signal.Signals) -> bool:
     return True
 
 
-def _family(host: str) -> socket.AddressFamily:
+def socket_family(host: str) -> socket.AddressFamily:
+    """IPv6 for an address with colons, else IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

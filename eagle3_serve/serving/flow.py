@@ -20,7 +20,7 @@ from eagle3_serve.serving.engine.supervisor import EngineProcess
 from eagle3_serve.serving.gateway.app import create_app
 from eagle3_serve.serving.gateway.server import GatewayServer
 from eagle3_serve.serving.info import ServerInfo
-from eagle3_serve.serving.plan import LaunchPlan
+from eagle3_serve.serving.plan import LaunchPlan, as_dict
 from eagle3_serve.serving.prepare import install_overlay, prepare
 
 
@@ -70,7 +70,7 @@ async def serving(resolved: Resolved, reporter: Reporter, urgent: asyncio.Event)
     install_overlay(prepared, resolved.config)
     plan = prepared.plan
     try:
-        write_run_yaml(plan.run_dir, resolved, plan.provenance())
+        write_run_yaml(plan.run_dir, resolved, as_dict(plan))
     except OSError as error:
         raise PreflightError(f"cannot write {plan.run_dir}: {error.strerror}", remedy="set paths.run_dir") from error
     for finding in prepared.findings:

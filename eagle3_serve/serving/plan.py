@@ -69,10 +69,6 @@ class LaunchPlan:
         """One line a request, rotated."""
         return self.run_dir / "gateway.log"
 
-    def provenance(self) -> dict[str, Any]:
-        """What run.yaml keeps of the plan beside the configuration."""
-        return as_dict(self)
-
 
 def make_plan(
     config: Config,

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from eagle3_serve.config.schema import GatewayConfig
 from eagle3_serve.core.errors import EagleServeError
-from eagle3_serve.core.process import port_error
+from eagle3_serve.core.process import port_error, socket_family
 from eagle3_serve.serving.gateway.state import Gateway
 
 _BACKLOG = 2048
@@ -132,11 +132,10 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = None
     try:
         # asyncio turns Nagle's delay off for accepted connections only if the protocol is named: 40 ms an event.
-        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listening = socket.socket(socket_family(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         # At once: until somebody listens, a second process could bind the same port too.
