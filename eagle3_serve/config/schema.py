@@ -168,6 +168,28 @@ class EngineConfig(Frozen):
         return value
 
 
+class TapConfig(Frozen):
+    """A look at the hidden states inside the engine; off, nothing of it runs."""
+
+    mode: Literal["off", "probe", "store"] = Field(
+        default="off",
+        description="probe: keep the last rows that the target captured and the drafter received, for "
+        "`verify wiring` (CUDA graphs stay on). store: keep whole prefilled sequences by request, for extraction "
+        "(turns the prefix cache off)",
+    )
+    layers: Literal["aux", "all"] = Field(
+        default="aux",
+        description="aux: the drafter's layers (and the last one, in store mode). all: every layer and the embedding, "
+        "of which the drafter still gets its own",
+    )
+    rows: int = Field(
+        default=1024,
+        ge=16,
+        description="Token rows kept in probe mode for each of target and drafter. A row of the real Kimi's three "
+        "states takes 43 KB of GPU memory",
+    )
+
+
 class GatewayConfig(Frozen):
     """The OpenAI-compatible HTTP front."""
 
@@ -215,5 +237,17 @@ class Config(Frozen):
     drafter: DrafterConfig
     aux_layers: AuxLayersConfig = AuxLayersConfig()
     engine: EngineConfig = EngineConfig()
+    tap: TapConfig = TapConfig()
     gateway: GatewayConfig = GatewayConfig()
     paths: PathsConfig = PathsConfig()
+
+    @model_validator(mode="after")
+    def _no_prefill_graphs_under_the_tap(self) -> Self:
+        given = {name.lstrip("-").replace("_", "-"): value for name, value in self.engine.extra_args.items()}
+        backend = given.get("cuda-graph-backend-prefill", "disabled")
+        if self.tap.mode != "off" and backend != "disabled":
+            raise ValueError(
+                f"tap.mode is {self.tap.mode}, which needs prefills outside CUDA graphs, but engine.extra_args has "
+                f"cuda-graph-backend-prefill: {backend}"
+            )
+        return self

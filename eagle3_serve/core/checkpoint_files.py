@@ -69,6 +69,12 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """The free text entries of a safetensors file's header. Raises CheckpointError."""
+    header, _ = _load_header(file)
+    return {str(key): str(value) for key, value in (header.get("__metadata__") or {}).items()}
+
+
 def read_integers(tensor: TensorInfo) -> list[int]:
     """A small integer or boolean tensor's values, flat. Raises CheckpointError for another dtype."""
     if tensor.dtype not in _INTEGERS:
@@ -113,7 +119,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def _load_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The JSON header and its length in bytes."""
     try:
         size = file.stat().st_size
         with file.open("rb") as data:
@@ -131,6 +138,14 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{file} is missing", remedy="complete the download") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", remedy="download it again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} has a header that describes no tensors", remedy="download it again")
+    return header, length
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    header, length = _load_header(file)
+    size = file.stat().st_size
     try:
         header.pop("__metadata__", None)
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)

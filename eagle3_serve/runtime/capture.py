@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3_serve.core.contract import AuxLayers
 from eagle3_serve.core.errors import ContractError
-from eagle3_serve.runtime import report
+from eagle3_serve.runtime import report, tap
 
 _REPORT = "eagle3_serve_capture_report"
 
@@ -29,17 +29,47 @@ def install(model: Any, sglang_ids: Sequence[int] | None) -> None:
         _check_stage(contract, model.model.start_layer, model.model.end_layer)
         model.model.layers_to_capture = list(contract.sglang_layers_to_capture)
     captured = list(model.model.layers_to_capture)
-    content = report.identity(model) | {
-        "layers": sorted({layer - 1 for layer in captured}),
-        "layers_to_capture": captured,
+    if tap.ENABLED:
+        handed_on = AuxLayers.from_sglang_layers_to_capture(captured)
+        _tap(model, tap.tapped_layers(handed_on, num_layers), handed_on)
+    # Not as AuxLayers: SGLang's own default repeats a layer of a very small target.
+    content = _content(model, sorted({layer - 1 for layer in captured})) | {
         "by_contract": contract is not None,
         "convention": os.environ.get(report.AUX_CONVENTION) if contract is not None else None,
         "drafter_ids": None if sglang_ids is None else list(sglang_ids),
-        "num_layers": num_layers,
-        "hidden_size": int(model.config.hidden_size),
     }
     setattr(model, _REPORT, content)
     report.write("capture", content)
+
+
+def _content(model: Any, layers: Sequence[int]) -> dict[str, Any]:
+    """`layers`: those that go to the drafter; with the tap on, `layers_to_capture` may have more."""
+    return report.identity(model) | {
+        "layers": list(layers),
+        "layers_to_capture": list(model.model.layers_to_capture),
+        "num_layers": int(model.config.num_hidden_layers),
+        "hidden_size": int(model.config.hidden_size),
+    }
+
+
+def attach(model: Any) -> None:
+    """Called by the patched DeepseekV2ForCausalLM when it is built: the tap sees a target without a drafter too.
+
+    `install`, which SGLang's EAGLE-3 start calls later, replaces what is set here. Raises ContractError.
+    """
+    if not tap.ENABLED or not model.pp_group.is_last_rank:
+        return
+    contract = report.configured_layers()
+    captured = tap.tapped_layers(contract, int(model.config.num_hidden_layers))
+    _tap(model, captured, None)
+    report.write("capture", _content(model, (contract or captured).outputs) | {"by_contract": contract is not None})
+
+
+def _tap(model: Any, captured: AuxLayers, handed_on: AuxLayers | None) -> None:
+    captured.check_range(int(model.config.num_hidden_layers))
+    _check_stage(captured, model.model.start_layer, model.model.end_layer)
+    model.model.layers_to_capture = list(captured.sglang_layers_to_capture)
+    tap.attach(model.model, captured, handed_on)
 
 
 def confirm_delegation(wrapper: Any, language_model: Any) -> None:

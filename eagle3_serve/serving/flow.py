@@ -22,6 +22,7 @@ from eagle3_serve.serving.gateway.server import GatewayServer
 from eagle3_serve.serving.info import ServerInfo
 from eagle3_serve.serving.plan import LaunchPlan, as_dict
 from eagle3_serve.serving.prepare import install_overlay, prepare
+from eagle3_serve.serving.tap import TapControl
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def make_gateway(resolved: Resolved, plan: LaunchPlan, engine: EngineProcess) ->
         keys=resolved.secrets,
         engine_alive=engine.alive,
         info=ServerInfo(plan).read,
+        tap=TapControl(plan.engine.report_dir, plan.engine.tp_size).read_rank,
         vocab_size=plan.vocab_size,
     )
     return GatewayServer(app, gateway)

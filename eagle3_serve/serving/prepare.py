@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle3_serve.config.resolve import Resolved
 from eagle3_serve.config.schema import Config
 from eagle3_serve.core.contract import DrafterIds, Resolution, resolve
-from eagle3_serve.core.errors import CheckpointError, ContractError, OverlayError
+from eagle3_serve.core.errors import CheckpointError, ContractError, OverlayError, PreflightError
 from eagle3_serve.core.process import free_port
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.machine import Machine, read_machine
@@ -53,6 +53,7 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
         *overlay_findings,
         *preflight.check_devices(config, machine),
         *preflight.check_attention_backends(config, machine),
+        *check_tap(config, machine),
         *preflight.check_exposure(config, resolved.secrets),
         *preflight.check_ports(config),
         *preflight.check_directories(config),
@@ -72,9 +73,9 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
 
 
 def decide_contract(config: Config, checkpoints: Checkpoints) -> tuple[Resolution | None, list[Finding]]:
-    """The layers by contract, or None with a finding; also None where no drafter is served."""
+    """The layers by contract, or None with a finding; also None where nobody needs them."""
     if not config.drafter.enabled:
-        return None, []
+        return _contract_of_tap(config, checkpoints)
     num_layers = checkpoints.num_layers
     if num_layers is None and config.aux_layers.layers is None:
         return None, [Finding("error", "layers", _UNKNOWN_TARGET, "correct target.path", CheckpointError)]
@@ -93,6 +94,47 @@ def decide_contract(config: Config, checkpoints: Checkpoints) -> tuple[Resolutio
         said = contract.reason.partition(";")[0]
         contract = replace(contract, reason=f"{said}; the drafter's own config could not be read")
     return contract, [Finding("warning" if contract.contradicts_drafter else "ok", "layers", contract.reason)]
+
+
+def _contract_of_tap(config: Config, checkpoints: Checkpoints) -> tuple[Resolution | None, list[Finding]]:
+    """Without a drafter only the tap wants layers, and only the configuration can name them."""
+    if config.tap.mode == "off" or config.tap.layers == "all":
+        return None, []
+    layers = config.aux_layers.layers
+    if layers is None:
+        message = f"tap.mode is {config.tap.mode}, no drafter is served, and aux_layers.layers names no layers"
+        remedy = "set aux_layers.layers and aux_layers.convention, or tap.layers: all"
+        return None, [Finding("error", "layers", message, remedy, ContractError)]
+    try:
+        contract = resolve(
+            layers=layers,
+            convention=config.aux_layers.convention,
+            drafter=DrafterIds(states=len(layers)),
+            num_layers=checkpoints.num_layers or sys.maxsize,
+        )
+    except ContractError as error:
+        return None, [Finding("error", "layers", error.message, error.remedy, ContractError)]
+    return contract, [Finding("ok", "layers", f"for the tap, without a drafter: {contract.layers}")]
+
+
+def check_tap(config: Config, machine: Machine) -> list[Finding]:
+    """What the tap needs of the release."""
+    release = machine.sglang or config.engine.release
+    if config.tap.mode == "store" and release == "0.5.9":
+        return [
+            Finding(
+                "error",
+                "tap",
+                "SGLang 0.5.9 does not tell the model which request a row belongs to, so tap.mode: store cannot work",
+                "use SGLang 0.5.16 or later for extraction",
+                PreflightError,
+            )
+        ]
+    if config.tap.mode == "off":
+        return []
+    return [
+        Finding("warning", "tap", f"the tap is on ({config.tap.mode}): hidden states and token ids can be read out")
+    ]
 
 
 def install_overlay(prepared: Prepared, config: Config) -> Path:

@@ -11,6 +11,7 @@ from eagle3_serve.serving.engine.cpu import settings as cpu_settings
 
 # SGLang 0.5.9 has one graph setting; later releases one each for prefill and decode.
 _ONE_GRAPH_SETTING = ("0.5.9",)
+_PREFILL_GRAPHS = "cuda-graph-backend-prefill"
 _OWN_VARIABLES = "EAGLE3_SERVE_"
 
 
@@ -37,8 +38,10 @@ def engine_command(config: Config, *, python: str, port: int, release: str) -> t
             "tool-call-parser": engine.tool_call_parser,
         }
     )
-    arguments += _flag("disable-radix-cache", not engine.prefix_cache)
+    # A cached prefix is not computed, so the store would lack its rows.
+    arguments += _flag("disable-radix-cache", not engine.prefix_cache or config.tap.mode == "store")
     arguments += _device_arguments(engine, release)
+    arguments += _tap_arguments(config, release)
     if config.drafter.enabled:
         arguments += _drafter_arguments(config.drafter)
     arguments += _extra_arguments(engine.extra_args)
@@ -55,6 +58,16 @@ def _device_arguments(engine: EngineConfig, release: str) -> list[str]:
         name = "--cuda-graph-max-bs" if release in _ONE_GRAPH_SETTING else "--cuda-graph-max-bs-decode"
         arguments += [name, str(engine.cuda_graph.max_batch_size)]
     return arguments
+
+
+def _tap_arguments(config: Config, release: str) -> list[str]:
+    """Prefills outside graphs: a padded one has rows that belong to no request, and the store's code would not run."""
+    engine = config.engine
+    graphs = engine.device == "cuda" and engine.cuda_graph.enabled and release not in _ONE_GRAPH_SETTING
+    said = {name.lstrip("-").replace("_", "-") for name in engine.extra_args}
+    if config.tap.mode == "off" or not graphs or _PREFILL_GRAPHS in said:
+        return []
+    return [f"--{_PREFILL_GRAPHS}", "disabled"]
 
 
 def _drafter_arguments(drafter: DrafterConfig) -> list[str]:
@@ -120,6 +133,12 @@ def engine_environment(
         "EAGLE3_SERVE_REPORT_DIR": str(report_dir),
         "PYTHONPATH": ":".join([*paths, *filter(None, [inherited_python_path])]),
     }
+    if config.tap.mode != "off":
+        environment |= {
+            "EAGLE3_SERVE_TAP": config.tap.mode,
+            "EAGLE3_SERVE_TAP_LAYERS": config.tap.layers,
+            "EAGLE3_SERVE_TAP_ROWS": str(config.tap.rows),
+        }
     if contract is not None:
         environment["EAGLE3_SERVE_AUX_LAYERS"] = contract.layers.env_value
         environment["EAGLE3_SERVE_AUX_CONVENTION"] = str(contract.convention)

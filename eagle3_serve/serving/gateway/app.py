@@ -33,12 +33,14 @@ def create_app(
     keys: GatewayKeys,
     engine_alive: Callable[[], bool],
     info: Callable[[], Mapping[str, Any]],
+    tap: Callable[[int], bytes],
     vocab_size: int | None = None,
 ) -> FastAPI:
     """The application before the engine at `upstream` (`http://127.0.0.1:PORT`).
 
     `vocab_size`: the target's, to refuse token ids beyond it.
-    `engine_alive` says whether the engine's process runs; `info` is what `/internal/info` answers.
+    `engine_alive` says whether the engine's process runs; `info` is what `/internal/info` answers,
+    `tap` reads one rank's tap: it may block, and raises EngineRequestError.
     """
     engine = Upstream(upstream)
     gateway = Gateway(
@@ -51,6 +53,7 @@ def create_app(
         readiness=Readiness(engine, engine_alive, config.ready_timeout_s),
         engine_alive=engine_alive,
         info=info,
+        tap=tap,
     )
     app = FastAPI(
         title="eagle3-serve",

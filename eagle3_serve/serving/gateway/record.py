@@ -23,6 +23,7 @@ _ROUTES = frozenset(
         "/ready",
         "/metrics",
         "/internal/info",
+        "/internal/tap",
     )
 )
 

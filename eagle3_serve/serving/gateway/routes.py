@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from urllib.parse import quote
 
@@ -10,7 +11,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from eagle3_serve.core.errors import EngineRequestError
 from eagle3_serve.serving.gateway import checks
+from eagle3_serve.serving.gateway.errors import ApiError
 from eagle3_serve.serving.gateway.metrics import CONTENT_TYPE
 from eagle3_serve.serving.gateway.proxy import EngineCall, EngineResponse
 from eagle3_serve.serving.gateway.record import record_of
@@ -84,6 +87,15 @@ def _add_operations(router: APIRouter, gateway: Gateway) -> None:
     async def info() -> Response:
         """Which overlay, which layers, which convention."""
         return Response(json.dumps(dict(gateway.info()), default=str), media_type="application/json")
+
+    @router.post("/internal/tap")
+    async def tap(rank: int = 0) -> Response:
+        """What the tap of one rank holds, as a safetensors file."""
+        try:
+            content = await asyncio.to_thread(gateway.tap, rank)
+        except EngineRequestError as error:
+            raise ApiError(409, str(error), code="tap_unavailable") from error
+        return Response(content, media_type="application/octet-stream")
 
 
 async def _engine_metrics(gateway: Gateway) -> tuple[bool, bytes | None]:

@@ -27,6 +27,7 @@ class Gateway:
     readiness: Readiness
     engine_alive: Callable[[], bool]
     info: Callable[[], Mapping[str, Any]]
+    tap: Callable[[int], bytes]
 
     def scrape_timeout(self) -> asyncio.Timeout:
         """The bound of one look at the engine's metrics."""

@@ -76,6 +76,7 @@ async def start_gateway(upstream: ScriptedUpstream) -> AsyncIterator[StartGatewa
                 keys=keys,
                 engine_alive=lambda: alive["engine"],
                 info=lambda: {"overlay": "0.5.23-abc", "layers": [2, 30, 58]},
+                tap=lambda rank: f"rank {rank}".encode(),
                 vocab_size=2048,
             )
             server = GatewayServer(app, config)
