@@ -156,11 +156,46 @@ class AuxLayers:
         return Convention.INPUT.ids(self.outputs)
 
 
+def captured_by_sglang(release: str, ids: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """What SGLang `release` captures by itself, by contract; not checked against any range.
+
+    `ids`: the list in the drafter's eagle_config; None gives its default layers. Raises ContractError for a release
+    that was not examined.
+    """
+    convention = convention_of_sglang(release)
+    if ids is None:
+        return tuple(layer - 1 for layer in _default_inputs(num_layers))
+    return convention.outputs(ids)
+
+
+def known_convention(ids: Sequence[int], num_layers: int) -> tuple[Convention, str] | None:
+    """What `ids` mean if their origin is beyond doubt: the convention, and the reason as half a sentence.
+
+    Known is one list: the three layers that SpecForge (`resolve_eagle_capture_layers`), TorchSpec
+    (`get_default_eagle3_aux_layer_ids`) and ModelOpt (`default_eagle_aux_layer_ids`) take for a target of `num_layers`.
+    All three hook the outputs of these layers, and SGLang, in every release examined, reads a list that begins with 1
+    as outputs. The list [2, n // 2, n - 3] is *not* known: it names the same layers by their inputs (EAGLE, vLLM,
+    TorchSpec's export for vLLM, SGLang 0.5.16+), and later ones by outputs where SGLang up to 0.5.9 captured it.
+    """
+    default = (1, num_layers // 2 - 1, num_layers - 4)
+    if tuple(ids) != default or any(after <= before for before, after in pairwise(default)):
+        return None
+    return (
+        Convention.CONTRACT,
+        f"{list(default)} is the list that SpecForge, TorchSpec and ModelOpt write for a target of {num_layers} "
+        "layers, and they take the outputs of its layers",
+    )
+
+
+def _default_inputs(num_layers: int) -> tuple[int, int, int]:
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def default_layers(num_layers: int) -> AuxLayers:
     """What SGLang captures when the drafter names no layers: the inputs of layers 2, n // 2 and n - 3, in all of
     0.5.9, 0.5.16 and 0.5.23, as in EAGLE's own code. Raises ContractError for a target too small for that."""
     try:
-        return AuxLayers.from_sglang_layers_to_capture((2, num_layers // 2, num_layers - 3))
+        return AuxLayers.from_sglang_layers_to_capture(_default_inputs(num_layers))
     except ContractError as error:
         raise ContractError(
             f"the drafter's config names no layers, and a target of {num_layers} layers has no default ones",
@@ -190,10 +225,10 @@ class DrafterIds:
         eagle = config.get("eagle_config") or {}
         if not isinstance(eagle, Mapping):
             raise ContractError(f"the drafter's eagle_config is not a mapping but {type(eagle).__name__}")
-        if not eagle.get("use_aux_hidden_state", True):
+        if not (eagle.get("use_aux_hidden_state", True) and config.get("use_aux_hidden_state", True)):
             raise ContractError(
                 "the drafter's config says use_aux_hidden_state: false: it reads the target's last hidden state, "
-                "not those of several layers",
+                "not those of several layers, and SGLang would capture none for it",
                 remedy="serve an EAGLE-3 drafter that uses aux hidden states",
             )
         key = "eagle_aux_hidden_state_layer_ids"
@@ -204,9 +239,16 @@ class DrafterIds:
                 remedy="keep the one it was trained with",
             )
         ids = listed[0] if listed else None
-        states = config.get("num_aux_hidden_states") or (len(ids) if ids else 3)
+        states = config.get("num_aux_hidden_states")
+        if states is None:
+            states = len(ids) if ids else 3
+        if type(states) is not int or states < 1:
+            raise ContractError(f"the drafter's num_aux_hidden_states is {states!r}, not a number of hidden states")
         if ids and len(ids) != states:
-            raise ContractError(f"the drafter's config has num_aux_hidden_states {states} and {key} {list(ids)}")
+            raise ContractError(
+                f"the drafter's config has num_aux_hidden_states {states} and {key} {list(ids)}, which are {len(ids)}",
+                remedy="keep what its fc was trained with: fc.weight is [hidden size, states x target's hidden size]",
+            )
         declared = eagle.get("eagle_aux_hidden_state_convention")
         if declared is None and "speculators_model_type" in config:
             declared = Convention.INPUT
@@ -259,10 +301,16 @@ def _from_drafter(ids: tuple[int, ...], said: Convention | None, drafter: Drafte
             f"config declares '{drafter.convention}', which means {_show(ids, drafter.convention)}",
             remedy="aux_layers.convention: auto believes the drafter; aux_layers.layers as well overrules it",
         )
+    known = known_convention(ids, num_layers)
     if chosen := said or drafter.convention:
         found = AuxLayers(chosen.outputs(ids))
         source = "the configuration" if said else "the drafter's config"
         reason = f"{found}: the drafter's ids {list(ids)} in convention '{chosen}', as {source} says"
+        if known and known[0].outputs(ids) != found.outputs:
+            reason += f" (though {known[1]})"
+    elif known:
+        chosen, found = known[0], AuxLayers(known[0].outputs(ids))
+        reason = f"{found}: the drafter's config says no convention, but {known[1]}"
     else:
         chosen, found = _only_reading(ids, num_layers, "the drafter's config has the ids")
         reason = f"{found}: the only layers of this target that the drafter's ids {list(ids)} can mean ('{chosen}')"
@@ -311,8 +359,9 @@ def _only_reading(ids: tuple[int, ...], num_layers: int, subject: str) -> tuple[
     raise ContractError(
         f"{subject} {list(ids)}, and that can mean {ways}",
         remedy="set aux_layers.convention to the one the drafter was trained with: its model card or training script "
-        "says whether an id is the output of a layer ('contract') or its input ('input'). A wrong choice fails "
-        "silently: drafts are rejected more often and nothing else shows",
+        "says whether an id is the output of a layer ('contract') or its input ('input'). SGLang up to 0.5.9 captured "
+        "outputs for such a list; vLLM, and SGLang from 0.5.16 on, take inputs. A wrong choice fails silently: drafts "
+        "are rejected more often and nothing else shows",
     )
 
 

@@ -24,6 +24,11 @@ def check_d2t(
 
     `draft_vocab`, `target_vocab`: vocabulary sizes; without d2t they must be equal.
     """
+    if not 0 < draft_vocab <= target_vocab:
+        raise CheckpointError(
+            f"a draft vocabulary of {draft_vocab} cannot be a part of the target's {target_vocab} tokens",
+            remedy="correct draft_vocab_size in the drafter's config.json: the number of rows of its lm_head",
+        )
     if d2t is None:
         if draft_vocab != target_vocab:
             raise CheckpointError(

@@ -8,8 +8,10 @@ from eagle3_serve.core.contract import (
     AuxLayers,
     Convention,
     DrafterIds,
+    captured_by_sglang,
     convention_of_sglang,
     default_layers,
+    known_convention,
     resolve,
 )
 from eagle3_serve.core.errors import ContractError
@@ -117,13 +119,56 @@ def test_layers_0_and_up_cannot_be_spelled_for_0_5_16_because_their_first_id_wou
         Convention.SGLANG_0_5_16.ids((0, 28, 56))
 
 
-@pytest.mark.parametrize("ids", [[2, 30, 58], [1, 29, 57], [5, 30, 55]])
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.16", "0.5.23"])
+def test_what_a_release_captures_by_itself_includes_its_default(release):
+    assert captured_by_sglang(release, None, KIMI_LAYERS) == default_layers(KIMI_LAYERS).outputs == (1, 29, 57)
+    assert captured_by_sglang(release, [1, 29, 57], KIMI_LAYERS) == (1, 29, 57)
+    expected = (2, 30, 58) if release == "0.5.9" else (1, 29, 57)
+    assert captured_by_sglang(release, [2, 30, 58], KIMI_LAYERS) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "ids"), [(61, [1, 29, 57]), (32, [1, 15, 28]), (36, [1, 17, 32]), (94, [1, 46, 90])]
+)
+def test_the_default_list_of_the_training_tools_is_known_to_mean_outputs(num_layers, ids):
+    """1, 17, 32 of gpt-oss-120b and 1, 46, 90 of Qwen3-235B are in published drafters and in SpecForge's configs."""
+    found = ask(ids, num_layers=num_layers)
+    assert found.layers.outputs == tuple(ids)
+    assert found.convention == "contract"
+    assert "SpecForge, TorchSpec and ModelOpt" in found.reason
+    for release in ("0.5.9", "0.5.16", "0.5.23"):
+        assert captured_by_sglang(release, ids, num_layers) == tuple(ids)
+
+
+@pytest.mark.parametrize("ids", [[1, 29, 58], [2, 30, 58], [1, 29], [1, 29, 57, 60], [29, 1, 57]])
+def test_no_other_list_is_known(ids):
+    assert known_convention(ids, KIMI_LAYERS) is None
+
+
+def test_a_target_whose_default_layers_would_not_ascend_knows_no_list():
+    assert known_convention([1, 1, 0], 4) is None
+    assert known_convention([1, 2, 2], 6) is None
+
+
+def test_the_operators_word_goes_before_what_is_known_and_the_reason_keeps_both():
+    found = ask([1, 29, 57], convention="input")
+    assert found.layers.outputs == (0, 28, 56)
+    assert "though [1, 29, 57] is the list that SpecForge" in found.reason
+
+
+def test_a_drafters_own_declaration_goes_before_what_is_known():
+    found = ask(None, eagle_aux_hidden_state_layer_ids=[1, 29, 57], speculators_model_type="eagle3")
+    assert found.layers.outputs == (0, 28, 56)
+
+
+@pytest.mark.parametrize("ids", [[2, 30, 58], [1, 29, 58], [5, 30, 55]])
 def test_ids_without_a_convention_are_an_error_that_lists_every_reading(ids):
     with pytest.raises(ContractError) as caught:
         ask(ids)
     assert str(ids) in str(caught.value)
     assert str([layer - 1 for layer in ids]) in str(caught.value)
     assert "aux_layers.convention" in caught.value.remedy
+    assert "SGLang up to 0.5.9" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -219,9 +264,26 @@ def test_five_states_are_served_to_a_drafter_that_takes_five():
     assert len(found.layers) == 5
 
 
-def test_a_drafter_that_uses_no_aux_hidden_states_is_refused():
-    with pytest.raises(ContractError, match="use_aux_hidden_state: false"):
-        DrafterIds.from_config({"eagle_config": {"use_aux_hidden_state": False}})
+@pytest.mark.parametrize(
+    "config", [{"eagle_config": {"use_aux_hidden_state": False}}, {"use_aux_hidden_state": False}], ids=str
+)
+def test_a_drafter_that_uses_no_aux_hidden_states_is_refused_and_told_what_it_reads(config):
+    with pytest.raises(ContractError, match=r"use_aux_hidden_state: false: it reads the target's last hidden state"):
+        DrafterIds.from_config(config)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_any_number_of_states_is_understood_from_either_key(count):
+    ids = [2, 15, 30, 45, 58][:count]
+    assert DrafterIds.from_config(drafter_config(ids)).states == count
+    assert DrafterIds.from_config({"num_aux_hidden_states": count}).states == count
+    assert len(ask(ids, convention="contract", num_aux_hidden_states=count).layers) == count
+
+
+@pytest.mark.parametrize("count", [0, -1, "3", 3.0, True])
+def test_a_number_of_states_that_is_none_is_refused(count):
+    with pytest.raises(ContractError, match="not a number of hidden states"):
+        DrafterIds.from_config({"num_aux_hidden_states": count})
 
 
 def test_a_config_with_two_different_lists_of_ids_is_refused():

@@ -72,3 +72,14 @@ def test_a_map_that_t2d_contradicts_is_refused():
 def test_a_t2d_for_another_target_vocabulary_is_refused():
     with pytest.raises(CheckpointError, match="t2d has 999 entries for a target vocabulary of 1000"):
         check(OFFSETS, T2D[:-1])
+
+
+@pytest.mark.parametrize("size", [0, -4, VOCAB + 1])
+def test_a_draft_vocabulary_that_cannot_be_a_part_of_the_targets_is_refused(size):
+    with pytest.raises(CheckpointError, match=f"a draft vocabulary of {size} cannot be a part"):
+        check_d2t([0] * max(size, 0), draft_vocab=size, target_vocab=VOCAB)
+
+
+def test_a_longer_map_than_the_draft_vocabulary_is_refused():
+    with pytest.raises(CheckpointError, match="800 entries for a draft vocabulary of 700"):
+        check(OFFSETS, draft_vocab=700)

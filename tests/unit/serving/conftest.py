@@ -14,6 +14,25 @@ from eagle3_serve.config.schema import Config
 HIDDEN, LAYERS, VOCAB = 8, 61, 32
 
 
+def drafter_tensors(states: int = 3, *, hidden: int = HIDDEN, target: int = HIDDEN) -> dict[str, torch.Tensor]:
+    """All tensors of a drafter of `hidden`, fed so many states of the target's width; its embedding is the target's."""
+    layer = {
+        "self_attn.q_proj": (hidden, 2 * hidden),
+        "self_attn.k_proj": (hidden, 2 * hidden),
+        "self_attn.v_proj": (hidden, 2 * hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (16, hidden),
+        "mlp.up_proj": (16, hidden),
+        "mlp.down_proj": (hidden, 16),
+        "hidden_norm": (hidden,),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"fc.weight": (hidden, states * target), "norm.weight": (hidden,), "lm_head.weight": (VOCAB, hidden)}
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
     """Directories of a target and its drafter."""
@@ -27,11 +46,13 @@ def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
     llama = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": HIDDEN,
+        "num_hidden_layers": 1,
         "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58]},
     }
     (drafter / "config.json").write_text(json.dumps(llama))
-    save_file({"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN)}, drafter / "model.safetensors")
+    save_file(drafter_tensors(), drafter / "model.safetensors")
     return target, drafter
 
 
