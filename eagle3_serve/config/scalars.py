@@ -115,6 +115,8 @@ def _bool(text: str) -> bool:
 
 def _choice(text: str, key: Key) -> str:
     if key.choices and text not in key.choices:
+        if len(key.choices) == 1:  # then the description says why
+            raise ScalarError(f"must be {key.choices[0]}, not {_shown(text)}: {key.description}")
         raise ScalarError(f"must be one of {', '.join(key.choices)}, not {_shown(text)}")
     return text
 

@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "tiny-h200.yaml"
 PROMPTS, TOKENS = 16, 128
 START_TIMEOUT_S = 300
+# SGLang 0.5.16 on a Hopper GPU: the prefill kernel that it takes for the tiny Kimi's small attention heads goes outside
+# its shared memory (compute-sanitizer: _fwd_kernel, extend_attention.py:625), patched or not; whether that ends the
+# engine depends on where things lie. Deterministic inference takes the latent kernel for prefills instead; DeepGEMM,
+# which it would take too, cannot do matrices this small.
+DETERMINISTIC = [
+    "engine.extra_args.enable-deterministic-inference=true",
+    "engine.environment.SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM=0",
+]
 
 
 def heldout() -> list[list[dict[str, Any]]]:
@@ -101,15 +111,12 @@ def test_the_drafter_accepts_under_cuda_graphs_with_the_contracts_layers(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.xfail(
-    reason="SGLang 0.5.16 without a drafter failed on an H200 in its first prefill of one token (the health check), "
-    "with an illegal memory access; the cause was not found",
-    strict=False,
-)
-def test_greedy_answers_are_the_same_without_the_drafter(drafted: dict[str, Any], tmp_path: Path) -> None:
-    with stack(tmp_path / "target", "--set", "drafter.enabled=false") as served:
-        plain = ask(served)
-    same = sum(one.text == other.text for one, other in zip(drafted["answers"], plain, strict=True))
-    record("tiny-kimi-without-drafter", {"equal": same, "of": PROMPTS, "tokens_per_s": tokens_per_second(plain)})
-    # bf16 sums depend on a batch's shape, so a tie may fall the other way now and then; a fault changes most answers.
-    assert same >= PROMPTS * 3 // 4
+def test_answers_with_the_drafter_differ_from_the_targets_own_by_numeric_ties_alone(tmp_path: Path) -> None:
+    """In bf16 the sums of a step of four tokens and of one differ, and a small model has many near ties: of 16 texts
+    of 128 tokens 8 were the same on an H200. So each difference is classified."""
+    deterministic = [part for setting in DETERMINISTIC for part in ("--set", setting)]
+    command = [sys.executable, "-m", "eagle3_serve", "verify", "lossless", "--config", str(CONFIG), *deterministic]
+    command += ["--set", f"paths.run_dir={tmp_path}", "--limit", str(PROMPTS), "--json"]
+    verified = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert verified.returncode == 0, verified.stderr[-3000:]
+    record("tiny-kimi-lossless", json.loads(verified.stdout))
