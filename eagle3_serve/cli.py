@@ -15,6 +15,8 @@ from eagle3_serve.config.resolve import Resolved, load_config
 from eagle3_serve.config_cli import config_app
 from eagle3_serve.core.errors import EagleServeError
 from eagle3_serve.core.reporter import make_reporter
+from eagle3_serve.patch_cli import patch_app
+from eagle3_serve.verify_cli import verify_app
 
 app = typer.Typer(
     name="eagle3-serve",
@@ -25,6 +27,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(config_app, name="config")
+app.add_typer(patch_app, name="patch")
+app.add_typer(verify_app, name="verify")
 
 ConfigOption = Annotated[
     Path | None,

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 _CHECKED = "eagle3_serve_drafter_checked"
 _SHARDS: dict[object, set[object]] = {"q": {"q", "k", "v"}, 0: {0, 1}}
+# What makes a drafter an EAGLE-3.1 one: key in its config -> attribute of a LlamaModel that understands it.
+_VARIANTS = {
+    "fc_norm": "fc_norm",
+    "use_aux_norm": "fc_norm",
+    "norm_output": "norm_output",
+    "norm_before_fc": "norm_before_fc",
+}
 # Constants that older checkpoints store and every model computes by itself.
 _CARRY_NOTHING = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -29,12 +36,14 @@ class DrafterLoad:
     """One load of a drafter's weights, watched.
 
     `model`: a LlamaForCausalLMEagle3 before its weights are loaded. Only the first load is checked: later ones are
-    weight updates and may be partial. Raises ContractError if fc cannot take what the contract feeds it.
+    weight updates and may be partial. Raises ContractError if the drafter is of a kind that this release ignores.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._checks = not getattr(model, _CHECKED, False)
+        if self._checks:
+            check_variants(model)
         self._name = ""
         self._unused: list[str] = []
         self._count = 0
@@ -115,16 +124,39 @@ class DrafterLoad:
         contract = report.configured_layers()
         content = report.identity(self._model) | {
             "layers": None if contract is None else list(contract.outputs),
-            "states": int(inner.num_aux_hidden_states),
+            "states": _states(inner),
             "target_hidden_size": int(inner.hidden_size_in),
             "fc_shape": list(inner.fc.weight.shape),
-            "fc_norm": inner.fc_norm is not None,
+            "fc_norm": getattr(inner, "fc_norm", None) is not None,
             "norm_before_fc": getattr(inner, "input_norm", None) is not None,
-            "norm_output": bool(inner.norm_output),
+            "norm_output": bool(getattr(inner, "norm_output", False)),
             "draft_vocab_size": int(self._model.config.draft_vocab_size or self._model.config.vocab_size),
             "tensors": self._count,
         }
         report.write("drafter", content)
+
+
+def check_variants(model: Any) -> None:
+    """That this release's LlamaModel understands what the drafter's config asks for; some have no tensor that would
+    show it, and 0.5.9 knows none of them. Raises ContractError."""
+    config, inner = model.config, model.model
+    nested = getattr(config, "eagle_config", None) or {}
+    asked = [key for key in _VARIANTS if getattr(config, key, None) or nested.get(key)]
+    ignored = [key for key in asked if not hasattr(inner, _VARIANTS[key])]
+    states = getattr(config, "num_aux_hidden_states", None) or _states(inner)
+    if not hasattr(inner, "num_aux_hidden_states") and states != _states(inner):
+        ignored.append(f"num_aux_hidden_states {states}")
+    if ignored:
+        raise ContractError(
+            f"the drafter's config asks for {', '.join(ignored)}, which {type(inner).__name__} of this SGLang release "
+            "does not have and would ignore",
+            remedy="serve this drafter with SGLang 0.5.23",
+        )
+
+
+def _states(inner: Any) -> int:
+    """How many hidden states a LlamaModel's fc takes; 0.5.9 always builds three and does not say so."""
+    return int(getattr(inner, "num_aux_hidden_states", 3))
 
 
 def check_fc(model: Any, shape: tuple[int, ...]) -> None:
@@ -142,7 +174,7 @@ def check_fc(model: Any, shape: tuple[int, ...]) -> None:
     if not shape[1] == built == fed:
         raise ContractError(
             f"the drafter's fc.weight is {list(shape)}, so it takes {shape[1]} values; its config makes an fc of "
-            f"{inner.num_aux_hidden_states} states x {inner.hidden_size_in} = {built}; and {contract} of the target, "
+            f"{_states(inner)} states x {inner.hidden_size_in} = {built}; and {contract} of the target, "
             f"{len(contract)} states x {hidden} = {fed}, are fed",
             remedy="name as many layers in aux_layers as the drafter was trained on, and check target_hidden_size and "
             "num_aux_hidden_states in its config.json",

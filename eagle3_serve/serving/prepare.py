@@ -17,7 +17,8 @@ from eagle3_serve.core.errors import CheckpointError, ContractError, OverlayErro
 from eagle3_serve.core.process import free_port
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.machine import Machine, read_machine
-from eagle3_serve.serving.overlay.build import OverlayPlan, build_overlay, plan_overlay
+from eagle3_serve.serving.overlay import debug
+from eagle3_serve.serving.overlay.build import OverlayPlan, build_overlay
 from eagle3_serve.serving.overlay.installed import installed_sglang
 from eagle3_serve.serving.overlay.manifest import load_manifest, supported_versions
 from eagle3_serve.serving.plan import LaunchPlan, OverlayChoice, make_plan
@@ -38,7 +39,8 @@ class Prepared:
 def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
     """Run every cheap check and decide the launch. Faults become findings: `preflight.require` raises them."""
     config = resolved.config
-    machine = machine or read_machine(config.engine.python)
+    machine = machine or read_machine(config.engine.python, try_kernels=config.engine.device == "cuda")
+    release = _release(config, machine)
     checkpoints, findings = preflight.read_checkpoints(config)
     contract, contract_findings = decide_contract(config, checkpoints)
     overlay, overlay_findings = _plan_overlay(config, machine)
@@ -47,11 +49,18 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
         *preflight.check_target(checkpoints),
         *preflight.check_drafter(checkpoints),
         *contract_findings,
-        *preflight.check_fc_width(checkpoints, contract),
+        *preflight.check_layers_of_release(checkpoints, contract, release),
+        *preflight.check_states(checkpoints, contract, release),
+        *preflight.check_features(checkpoints, release),
+        *preflight.check_tensors(checkpoints),
         *preflight.check_draft_vocabulary(checkpoints),
+        *preflight.check_rope(checkpoints, release),
+        *preflight.check_arguments(config),
         *preflight.check_release(config, machine, supported_versions()),
         *overlay_findings,
+        *debug.check_debug_layer(config),
         *preflight.check_devices(config, machine),
+        *preflight.check_kernels(config, machine),
         *preflight.check_attention_backends(config, machine),
         *check_tap(config, machine),
         *preflight.check_exposure(config, resolved.secrets),
@@ -153,10 +162,16 @@ def _plan_overlay(config: Config, machine: Machine) -> tuple[OverlayPlan | None,
         return None, []  # check_release says it
     try:
         installed = installed_sglang(config.engine.python)
-        overlay = plan_overlay(load_manifest(installed.version), installed.package)
+        overlay = debug.plan_for_launch(load_manifest(installed.version), installed.package, config.paths.cache_dir)
     except OverlayError as error:
         return None, [Finding("error", "overlay", error.message, error.remedy, OverlayError)]
     return overlay, [Finding("ok", "overlay", f"{overlay.id}: {len(overlay.files)} patched files")]
+
+
+def _release(config: Config, machine: Machine) -> str:
+    """Whose behaviour the checks are about: the installed release, or the intended one where none that we know is."""
+    known = supported_versions()
+    return next((each for each in (machine.sglang, config.engine.release) if each in known), known[-1])
 
 
 def _overlay_choice(config: Config, overlay: OverlayPlan | None, machine: Machine) -> OverlayChoice:

@@ -20,13 +20,17 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from eagle3_serve.core.errors import OverlayError
 from eagle3_serve.core.files import sha256_file, sync_directory
 from eagle3_serve.serving.overlay import unified
 from eagle3_serve.serving.overlay.manifest import Manifest, PatchedFile
+from eagle3_serve.serving.overlay.marker import MARKER, carries_marker, find_marked
 
 PACKAGE = "sglang"
+KEPT_ORIGINALS = ".eagle3-serve"
+"""What `patch export --in-place` leaves in the package; no part of SGLang, so no overlay has it."""
 _CACHE = "__pycache__"
 _log = logging.getLogger(__name__)
 
@@ -43,6 +47,9 @@ class OverlayFile:
 @dataclass(frozen=True)
 class OverlayPlan:
     """An overlay as data. `links`: paths in the package that become one symlink each; `package`: where they point."""
+
+    # Whether it may hold code that is marked as debugging: only the debug layer may.
+    instrumented: ClassVar[bool] = False
 
     release: str
     package: Path
@@ -75,28 +82,44 @@ def real_directories(paths: Iterable[PurePosixPath]) -> tuple[PurePosixPath, ...
     return tuple(sorted({parent for path in paths for parent in path.parents}))
 
 
-def plan_overlay(manifest: Manifest, package: Path) -> OverlayPlan:
+def plan_overlay(manifest: Manifest, package: Path, *, instrumented: bool = False) -> OverlayPlan:
     """Patch the installed `package` in memory and list what to link. Reads only.
 
-    Raises OverlayError for a file that is not the release's own, and for a patch that does not apply.
+    A package that carries all patches already (`eagle3-serve patch export --in-place`) gives an overlay of the same
+    bytes. Raises OverlayError for any other file that is not the release's own, for a patch that does not apply,
+    and, unless `instrumented`, for any file of the package that carries the debug marker.
     """
-    files = tuple(patched_file(file, package) for file in manifest.files)
+    contents = [_read(package / file.path) for file in manifest.files]
+    if all(_sha256(content) == file.patched_sha256 for file, content in zip(manifest.files, contents, strict=True)):
+        files = tuple(
+            OverlayFile(PurePosixPath(file.path), content, file.patched_sha256)
+            for file, content in zip(manifest.files, contents, strict=True)
+        )
+    else:
+        files = tuple(
+            apply_patches(file, content, str(package / file.path))
+            for file, content in zip(manifest.files, contents, strict=True)
+        )
+    if not instrumented:
+        _refuse_marked([package / path for path in find_marked(package)])
     return OverlayPlan(manifest.release, package, files, _list_links(package, [file.path for file in files]))
 
 
 def patched_file(file: PatchedFile, package: Path) -> OverlayFile:
     """Apply a file's patches to the bytes in `package`. Raises OverlayError that names file and digests."""
-    source = package / file.path
-    try:
-        original = source.read_bytes()
-    except OSError as error:
-        raise OverlayError(f"cannot read {source}: {error}", remedy="install SGLang again") from error
-    digest = hashlib.sha256(original).hexdigest()
+    return apply_patches(file, _read(package / file.path), str(package / file.path))
+
+
+def apply_patches(file: PatchedFile, original: bytes, source: str) -> OverlayFile:
+    """Apply a file's patches to `original`, the release's own bytes; `source` names them in an OverlayError."""
+    digest = _sha256(original)
     if digest == file.patched_sha256:
         raise OverlayError(
-            f"{source} already carries these patches (sha256 {digest}): it was changed in place",
-            remedy="install SGLang again; the overlay needs the release's own files",
+            f"{source} already carries these patches (sha256 {digest}), but not all patched files do",
+            remedy="take the patches out with `eagle3-serve patch revert`, or install SGLang again",
         )
+    if carries_marker(original):
+        _refuse_marked([Path(source)])
     if digest != file.sha256:
         raise OverlayError(
             f"{source} was modified: its sha256 is {digest}, the release's own is {file.sha256}",
@@ -111,13 +134,33 @@ def patched_file(file: PatchedFile, package: Path) -> OverlayFile:
                 f"{patch.name} does not apply to {source}: {error}", remedy="install eagle3-serve again"
             ) from error
     content = text.encode()
-    digest = hashlib.sha256(content).hexdigest()
+    digest = _sha256(content)
     if digest != file.patched_sha256:
         raise OverlayError(
             f"{file.path} has sha256 {digest} after patching, but the manifest says {file.patched_sha256}",
             remedy="install eagle3-serve again; whoever changes patches runs scripts/make-patches",
         )
     return OverlayFile(PurePosixPath(file.path), content, digest)
+
+
+def _refuse_marked(files: list[Path]) -> None:
+    if files:
+        more = f" and {len(files) - 1} files more" if len(files) > 1 else ""
+        raise OverlayError(
+            f"{files[0]}{more} carries {MARKER}: instrumented code never enters a production overlay",
+            remedy=f"clean it with: eagle3-serve patch strip --write {files[0]}",
+        )
+
+
+def _read(source: Path) -> bytes:
+    try:
+        return source.read_bytes()
+    except OSError as error:
+        raise OverlayError(f"cannot read {source}: {error}", remedy="install SGLang again") from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _names(directory: Path) -> list[str]:
@@ -128,7 +171,7 @@ def _list_links(package: Path, patched: list[PurePosixPath]) -> tuple[PurePosixP
     directories = real_directories(patched)
     real = {*patched, *directories}
     found = (directory / name for directory in directories for name in _names(package / directory) if name != _CACHE)
-    return tuple(path for path in found if path not in real)
+    return tuple(path for path in found if path not in real and not path.name.startswith(KEPT_ORIGINALS))
 
 
 def build_overlay(plan: OverlayPlan, cache_dir: Path) -> Path:
@@ -137,6 +180,8 @@ def build_overlay(plan: OverlayPlan, cache_dir: Path) -> Path:
     Launches at once take turns, and an overlay appears by one rename: nobody imports half of one. Raises OverlayError.
     """
     target = plan.directory(cache_dir)
+    if not plan.instrumented:
+        _refuse_marked([Path(file.path) for file in plan.files if carries_marker(file.content)])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _turn(target.parent):

@@ -172,3 +172,48 @@ def test_without_a_contract_the_width_is_sglangs_business(environment):
     model = LlamaForCausalLMEagle3()
     model.load_weights(checkpoint())
     assert model.eagle3_serve_drafter_checked
+
+
+class ReleaseOf059(LlamaForCausalLMEagle3):
+    """As in SGLang 0.5.9: always three states, no attribute that says so, and no variant of EAGLE-3.1."""
+
+    def __init__(self):
+        super().__init__()
+        del self.model.num_aux_hidden_states
+        del self.model.norm_output
+        del self.model.fc_norm
+
+
+def test_a_release_that_always_builds_three_states_is_checked_and_reported_like_the_others(tmp_path):
+    ReleaseOf059().load_weights(checkpoint())
+    found = json.loads((tmp_path / "drafter-rank0.json").read_text())
+    assert (found["states"], found["fc_norm"], found["norm_before_fc"], found["norm_output"]) == (
+        3,
+        False,
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("norm_output", True), ("fc_norm", True), ("use_aux_norm", True), ("num_aux_hidden_states", 4)],
+)
+def test_a_variant_that_the_release_does_not_have_is_refused_before_a_tensor_is_read(monkeypatch, key, value):
+    monkeypatch.setattr(Config, key, value, raising=False)
+    with pytest.raises(ContractError, match=f"asks for {key}.* would ignore"):
+        ReleaseOf059().load_weights(iter([]))
+
+
+def test_norm_before_fc_may_also_stand_in_eagle_config(monkeypatch):
+    monkeypatch.setattr(Config, "eagle_config", {"norm_before_fc": True}, raising=False)
+    with pytest.raises(ContractError, match="norm_before_fc"):
+        LlamaForCausalLMEagle3().load_weights(checkpoint())
+
+
+def test_variants_that_the_release_has_are_no_fault(monkeypatch):
+    monkeypatch.setattr(Config, "norm_output", True, raising=False)
+    monkeypatch.setattr(Config, "num_aux_hidden_states", 3, raising=False)
+    model = LlamaForCausalLMEagle3()
+    model.load_weights(checkpoint())
+    assert model.eagle3_serve_drafter_checked

@@ -11,6 +11,7 @@ import pytest
 
 from eagle3_serve.core.errors import OverlayError
 from eagle3_serve.serving.overlay.build import build_overlay, find_damage, plan_overlay
+from eagle3_serve.serving.overlay.manifest import load_manifest
 from tests.unit.serving.overlay.conftest import FILES, PATCHED, write_package
 
 PROGRAM = """
@@ -191,10 +192,19 @@ def test_a_modified_file_is_refused_with_its_name_both_digests_and_what_to_do(in
     assert "install that SGLang release again" in caught.value.remedy
 
 
-def test_a_file_that_was_patched_in_place_is_told_from_one_that_was_modified(installed):
+def test_a_package_that_was_patched_in_place_gives_the_same_overlay(plan, installed):
     (installed.package / PATCHED).write_text(FILES[PATCHED].replace("original", "overlaid"))
-    with pytest.raises(OverlayError, match="already carries these patches"):
-        plan_overlay(installed.manifest, installed.package)
+    (installed.package / ".eagle3-serve").mkdir()
+    again = plan_overlay(installed.manifest, installed.package)
+    assert (again, again.id) == (plan, plan.id)
+
+
+def test_a_package_of_which_only_some_files_were_patched_in_place_is_refused(small_release):
+    manifest = load_manifest("1.2.3", small_release.patches)
+    small_release.patch(PATCHED)
+    with pytest.raises(OverlayError, match=r"kimi\.py already carries these patches .* but not all") as caught:
+        plan_overlay(manifest, small_release.package)
+    assert "patch revert" in caught.value.remedy
 
 
 def test_a_file_that_is_gone_is_named(installed):

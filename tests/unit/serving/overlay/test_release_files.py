@@ -1,48 +1,23 @@
-"""The shipped patches against the releases' own files: the installed 0.5.23, and 0.5.16 where it can be had.
-
-EAGLE3_SERVE_SGLANG_0516 names a wheel of 0.5.16, or a directory that holds its `sglang`.
-"""
+"""The shipped patches against the releases' own files."""
 
 import ast
-import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from eagle3_serve.serving.overlay import unified
 from eagle3_serve.serving.overlay.build import build_overlay, find_damage, patched_file, plan_overlay
-from eagle3_serve.serving.overlay.installed import installed_sglang
-from eagle3_serve.serving.overlay.manifest import load_manifest
+from eagle3_serve.serving.overlay.manifest import load_manifest, supported_versions
+from tests.unit.serving.overlay import releases
 
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def package_0_5_16(directory):
-    given = os.environ.get("EAGLE3_SERVE_SGLANG_0516")
-    if not given:
-        pytest.skip("SGLang 0.5.16 is not here: set EAGLE3_SERVE_SGLANG_0516 to its wheel or to a directory with it")
-    if Path(given).is_dir():
-        return Path(given) / "sglang"
-    with zipfile.ZipFile(given) as wheel:
-        for file in load_manifest("0.5.16").files:
-            wheel.extract(f"sglang/{file.path}", directory)
-    return directory / "sglang"
-
-
-def package_0_5_23(_):
-    version, package = installed_sglang()
-    if version != "0.5.23":
-        pytest.skip(f"SGLang {version} is installed, not 0.5.23")
-    return package
-
-
-@pytest.fixture(params=[("0.5.23", package_0_5_23), ("0.5.16", package_0_5_16)], ids=lambda param: param[0])
+@pytest.fixture(params=releases.ALL)
 def release(request, tmp_path):
-    version, find = request.param
-    return load_manifest(version), find(tmp_path)
+    return load_manifest(request.param), releases.package_of(request.param, tmp_path)
 
 
 def test_the_patches_apply_to_the_releases_own_files(release):
@@ -51,23 +26,44 @@ def test_the_patches_apply_to_the_releases_own_files(release):
     assert [file.sha256 for file in patched] == [file.patched_sha256 for file in manifest.files]
 
 
-def test_the_patched_files_are_valid_python_that_calls_runtime_and_never_inside_a_forward(release):
+# What the patched files may call of ours, by the name it is imported under, and in which functions.
+MAY_CALL = {
+    "eagle3_serve_capture": {"__init__", "set_eagle3_layers_to_capture"},
+    "eagle3_serve_drafter": {"load_weights"},
+    "eagle3_serve_tap": {"forward"},
+}
+
+
+def uses(tree, name):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
+
+
+def test_the_patched_files_are_valid_python_that_calls_runtime_where_it_may(release):
+    manifest, package = release
+    called = set()
+    for file in manifest.files:
+        tree = ast.parse(patched_file(file, package).content)
+        ours = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "eagle3_serve" in str(node.module)]
+        assert ours
+        for name in [alias.asname for node in ours for alias in node.names]:
+            functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and uses(node, name)}
+            assert functions
+            assert functions <= MAY_CALL[name]
+            called.add(name)
+    assert called == set(MAY_CALL)
+
+
+def test_in_a_forward_nothing_of_ours_runs_while_the_tap_is_off(release):
     manifest, package = release
     for file in manifest.files:
         tree = ast.parse(patched_file(file, package).content)
-        imported = [
-            node for node in tree.body if isinstance(node, ast.ImportFrom) and "eagle3_serve" in str(node.module)
+        guarded = [
+            use
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "eagle3_serve_tap.ENABLED"
+            for use in uses(node, "eagle3_serve_tap")
         ]
-        assert len(imported) == 1
-        name = imported[0].names[0].asname
-        callers = {
-            function.name
-            for function in ast.walk(tree)
-            if isinstance(function, ast.FunctionDef)
-            and any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(function))
-        }
-        assert callers <= {"set_eagle3_layers_to_capture", "load_weights"}
-        assert callers
+        assert len(uses(tree, "eagle3_serve_tap")) == len(guarded)
 
 
 def test_making_the_patches_again_gives_the_same_bytes(release):
@@ -86,16 +82,29 @@ def test_the_script_that_makes_the_patches_finds_them_fitting(release):
     assert done.stdout.count(": fits") == 3
 
 
-def test_the_patches_touch_few_lines(release):
-    manifest, _ = release
-    for file in manifest.files:
-        lines = "".join(patch.text for patch in file.patches).splitlines()
-        assert sum(line.startswith("-") and not line.startswith("---") for line in lines) <= 1
-        assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= 14
+def counts(file):
+    """As in the inventory: hunks, and lines added and taken away."""
+    (patch,) = file.patches
+    lines = patch.text.splitlines()
+    added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
+    taken = sum(line.startswith("-") and not line.startswith("---") for line in lines)
+    return f"{len(unified.parse(patch.text)[1])} hunks, +{added} -{taken}"
+
+
+def test_the_inventory_names_every_release_and_counts_right():
+    lines = (ROOT / "patches" / "README.md").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("| file in "))
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[at : at + 5]]
+    releases_listed = header[1:-1]
+    assert sorted(releases_listed) == sorted(supported_versions())
+    for position, row in enumerate(rows):
+        files = [load_manifest(release).files[position] for release in releases_listed]
+        assert row[0].startswith(f"`{Path(files[0].path).name}`")
+        assert row[1:-1] == [counts(file) for file in files]
 
 
 def test_an_overlay_of_the_installed_release_is_built_whole(tmp_path):
-    package = package_0_5_23(tmp_path)
+    package = releases.package_of("0.5.23", tmp_path)
     plan = plan_overlay(load_manifest("0.5.23"), package)
     overlay = build_overlay(plan, tmp_path)
     assert find_damage(plan, overlay) is None
