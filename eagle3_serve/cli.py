@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+# These two add their commands to `patch_app` and `verify_app`.
+from eagle3_serve import patch_debug_cli, verify_wiring_cli  # noqa: F401
 from eagle3_serve.config.resolve import Resolved, load_config
 from eagle3_serve.config_cli import config_app
 from eagle3_serve.core.errors import EagleServeError
