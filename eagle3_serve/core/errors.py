@@ -46,7 +46,7 @@ class PreflightError(EagleServeError):
 
 class OverlayError(EagleServeError):
     exit_code = 14
-    meaning = "no overlay for this SGLang: unknown release, modified file, or a patch that does not apply"
+    meaning = "no overlay for this SGLang: unknown release, modified or instrumented file, a patch that does not apply"
 
 
 class PortInUseError(EagleServeError):
@@ -76,7 +76,7 @@ class EngineRequestError(EagleServeError):
 
 class VerificationError(EagleServeError):
     exit_code = 20
-    meaning = "a check of the product found a fault (wiring, losslessness, quick start)"
+    meaning = "a check found a fault (wiring, losslessness, `patch strip --check`, quick start)"
 
 
 class InterruptedLoadError(EagleServeError):
