@@ -11,6 +11,7 @@ import pytest
 from eagle3_serve.serving.engine.cpu.settings import engine_environment, site_directory
 
 pytest.importorskip("sglang")
+pytestmark = pytest.mark.engine  # none that serves, but SGLang's imports take seconds in each process
 
 FACTS = """
 import json, sys

@@ -11,6 +11,7 @@ import pytest
 from eagle3_serve.serving.engine.cpu.settings import engine_environment, site_directory
 
 pytest.importorskip("sglang")
+pytestmark = pytest.mark.engine  # none that serves, but the comparison imports SGLang and takes half a minute
 
 FEWEST_CASES = {
     "build_tree": 100,
