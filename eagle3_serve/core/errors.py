@@ -80,17 +80,17 @@ class VerificationError(EagleServeError):
 
 
 class InterruptedLoadError(EagleServeError):
-    """The user stopped the launch before the engine was ready; 128 + SIGINT, as shells expect."""
+    """The user stopped a launch that was still loading, or a check; 128 + SIGINT, as shells expect."""
 
     exit_code = 130
-    meaning = "stopped by Ctrl-C (SIGINT) before the engine was ready"
+    meaning = "stopped by Ctrl-C (SIGINT) before the work was done"
 
 
 class TerminatedLoadError(EagleServeError):
-    """A supervisor stopped the launch before the engine was ready; 128 + SIGTERM."""
+    """A supervisor stopped a launch that was still loading, or a check; 128 + SIGTERM."""
 
     exit_code = 143
-    meaning = "stopped by SIGTERM before the engine was ready"
+    meaning = "stopped by SIGTERM before the work was done"
 
 
 def exit_codes() -> dict[int, str]:

@@ -9,9 +9,14 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from eagle3_serve.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -141,12 +146,28 @@ def test_the_plan_as_json_has_no_secret(tmp_path: Path) -> None:
         assert "HF_TOKEN" in result.stdout
 
 
-@pytest.mark.parametrize("command", [["launch"], ["config", "show"], ["config", "schema"], ["config", "check"]])
-def test_every_command_has_help_with_an_example(command: list[str]) -> None:
-    result = run(*command, "--help")
-    assert result.returncode == 0
-    assert re.search(r"eagle3-serve\s+" + r"\s+".join(command), result.stdout)
-    assert "xample" in result.stdout
+def every_command(group: typer.core.TyperGroup, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if isinstance(command, typer.core.TyperGroup):
+            yield from every_command(command, (*above, name))
+        else:
+            yield (*above, name)
+
+
+COMMANDS = list(every_command(typer.main.get_command(app)))
+
+
+def test_all_commands_are_there():
+    names = {" ".join(command) for command in COMMANDS}
+    assert {"launch", "config show", "patch verify", "patch debug on", "patch strip"} <= names
+    assert {"verify wiring", "verify lossless", "verify acceptance"} <= names
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 0
+    assert re.search(r"Example:.*eagle3-serve\s+" + r"\s+".join(command), result.stdout, re.DOTALL)
 
 
 def test_a_wrong_command_line_is_exit_code_2() -> None:
