@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,7 +111,7 @@ def apply(
         typer.echo(json.dumps({**answer, "files": {str(file.path): file.sha256 for file in plan.files}}, indent=2))
         return
     typer.echo(f"{'already built' if was_whole else 'built'}: overlay {plan.id} for SGLang {source.release}")
-    typer.echo(f"export PYTHONPATH={overlay}${{PYTHONPATH:+:$PYTHONPATH}}")
+    typer.echo(f"export PYTHONPATH={shlex.quote(str(overlay))}${{PYTHONPATH:+:$PYTHONPATH}}")
 
 
 @patch_app.command(epilog="Example: eagle3-serve patch verify --source sglang-0.5.23.whl --json")
@@ -221,9 +222,12 @@ def _overlay_state(source: Source, check: Check, cache: Path) -> dict[str, Any]:
 
 def _state(plan: OverlayPlan, cache: Path) -> str:
     directory = plan.directory(cache)
-    if not directory.exists():
-        return "not built"
-    damage = find_damage(plan, directory)
+    try:
+        if not directory.exists():
+            return "not built"
+        damage = find_damage(plan, directory)
+    except OSError as error:
+        return f"cannot be read: {error}"
     return f"damaged ({damage}), the next launch builds it again" if damage else "built"
 
 

@@ -16,6 +16,23 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 ArgumentValue = bool | int | float | str | tuple[int | float | str, ...] | None
 
 
+_PREFILL_GRAPHS = "prefills in CUDA graphs, whose rows the tap does not see"
+_SEVERAL_ENGINES = "other requests on other ranks, and the tap takes the ranks for one"
+# Arguments of SGLang with which the tap's rows would be missing or another's, and what they bring.
+_NOT_UNDER_THE_TAP = {
+    "cuda-graph-config": _PREFILL_GRAPHS,
+    "enable-piecewise-cuda-graph": _PREFILL_GRAPHS,
+    "enforce-piecewise-cuda-graph": _PREFILL_GRAPHS,
+    "enable-breakable-cuda-graph": _PREFILL_GRAPHS,
+    "enable-mixed-chunk": "decode steps into prefills, so that a stored sequence would have gaps",
+    "enable-dp-attention": _SEVERAL_ENGINES,
+    "dp-size": _SEVERAL_ENGINES,
+    "data-parallel-size": _SEVERAL_ENGINES,
+    "pp-size": "pipeline stages, and the tap asks the first ranks, which are not the last stage",
+    "pipeline-parallel-size": "pipeline stages, and the tap asks the first ranks, which are not the last stage",
+}
+
+
 class Frozen(BaseModel):
     """Base of every section: immutable, unknown keys are errors, defaults are checked too."""
 
@@ -242,8 +259,14 @@ class Config(Frozen):
     paths: PathsConfig = PathsConfig()
 
     @model_validator(mode="after")
-    def _no_prefill_graphs_under_the_tap(self) -> Self:
+    def _nothing_under_the_tap_that_mixes_its_rows(self) -> Self:
         given = {name.lstrip("-").replace("_", "-"): value for name, value in self.engine.extra_args.items()}
+        for name, value in given.items():
+            brought = _NOT_UNDER_THE_TAP.get(name)
+            if self.tap.mode != "off" and brought and (value is True or value not in (None, False, 1)):
+                raise ValueError(
+                    f"tap.mode is {self.tap.mode}, but engine.extra_args has {name}, which may bring {brought}"
+                )
         backend = given.get("cuda-graph-backend-prefill", "disabled")
         if self.tap.mode != "off" and backend != "disabled":
             raise ValueError(

@@ -78,15 +78,17 @@ class TargetTap:
 
     def select(self, states: Any) -> Any:
         """What goes on to the drafter, in the form in which it came."""
+        import torch  # noqa: PLC0415 - loaded already in SGLang
+
         if self.columns is None:
             return []
         if self.handed_on == self.captured:
             return states
         if isinstance(states, list):
             return [states[column] for column in self.columns]
-        packed = pack(states)
-        chosen = packed.view(len(packed), len(self.captured), -1)[:, self.columns]
-        return Packed(chosen.flatten(1), len(self.columns))
+        # Slices, since a list as index is copied from the host, which a CUDA graph does not allow.
+        parts = pack(states).chunk(len(self.captured), dim=-1)
+        return Packed(torch.cat([parts[column] for column in self.columns], dim=-1), len(self.columns))
 
 
 class Packed:
@@ -153,9 +155,13 @@ def _is_prefill(mode: Any) -> bool:
 
 
 def _is_draft_extend(mode: Any) -> bool:
-    # SGLang 0.5.9 has a mode of that name beside the one that later releases kept.
-    first = getattr(mode, "is_draft_extend", None)
-    return bool(mode.is_draft_extend_v2() or (first is not None and first()))
+    return bool(mode.is_draft_extend_v2()) or _is_first_draft_extend(mode)
+
+
+def _is_first_draft_extend(mode: Any) -> bool:
+    """SGLang 0.5.9 has a mode beside the one that later releases kept: there each request brings as many rows as were
+    accepted, and not all the same number."""
+    return bool(getattr(mode, "is_draft_extend", bool)())
 
 
 def _requests(forward_batch: Any, rows: int) -> tuple[torch.Tensor, int]:
@@ -171,7 +177,7 @@ def _requests(forward_batch: Any, rows: int) -> tuple[torch.Tensor, int]:
     kind = DECODE if mode.is_decode() else VERIFY if mode.is_target_verify() else PREFILL
     if _is_draft_extend(mode):
         kind = DRAFT_EXTEND
-    if kind == PREFILL or (kind == DRAFT_EXTEND and rows % len(requests)):
+    if kind == PREFILL or _is_first_draft_extend(mode):
         assert isinstance(lengths, torch.Tensor)
         ends = torch.cumsum(lengths, 0)
         which = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)

@@ -65,8 +65,10 @@ class Ring:
         """
         written = int(self._written)
         kept = min(written, self.capacity)
-        order = (torch.arange(written - kept, written) % self.capacity).to(self._values.device)
-        return self._values[order].cpu().view(kept, self.states, -1), self._meta[order].cpu()
+        # To the CPU as it lies, and ordered there: the device need not hold the rows twice.
+        values, meta = self._values[:kept].cpu(), self._meta[:kept].cpu()
+        order = torch.arange(written - kept, written) % self.capacity
+        return values[order].view(kept, self.states, values.shape[1] // self.states), meta[order]
 
 
 @functools.cache

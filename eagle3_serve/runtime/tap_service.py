@@ -69,16 +69,20 @@ class TapService:
         while True:
             time.sleep(_LOOK_EVERY_S)
             try:
-                names = {path.name for path in (self._directory / REQUESTS).glob("*.json")}
+                # Not glob, to which a directory that is gone is an empty one.
+                names = {path.name for path in (self._directory / REQUESTS).iterdir() if path.suffix == ".json"}
             except FileNotFoundError:
                 return  # the run directory was taken away: nobody can ask any more
+            except OSError:
+                continue
             for name in sorted(names - answered):
                 self._answer(self._directory, name.removesuffix(".json"))
             answered = names
 
     def _answer(self, directory: Path, request_id: str) -> None:
+        question = directory / REQUESTS / f"{request_id}.json"
         try:
-            request = json.loads((directory / REQUESTS / f"{request_id}.json").read_text())
+            request = json.loads(question.read_text())
             if report.rank() not in request["ranks"]:
                 return
             content = self._content(request)
@@ -87,7 +91,11 @@ class TapService:
         except Exception as error:  # the thread must live on, and who asked must be told
             _log.exception("the tap cannot answer %s", request_id)
             content = save({}, {"error": f"{type(error).__name__}: {error}"})
-        write_atomic(directory / f"tap-rank{report.rank()}-{request_id}.safetensors", content)
+        answer = directory / f"tap-rank{report.rank()}-{request_id}.safetensors"
+        try:
+            _hand_over(question, answer, content)
+        except OSError:  # a full disk, or a directory that was taken away
+            _log.exception("the tap cannot write its answer to %s", request_id)
 
     def _content(self, request: dict[str, Any]) -> bytes:
         identity = {"rank": str(report.rank()), "tp_size": str(_world_size()), "mode": self._mode}
@@ -115,6 +123,19 @@ class TapService:
                 tensors[f"{number}.states"] = torch.cat(sequence.states)
         metadata = {"sequences": json.dumps(sequences), "layers": describe(self._store.layers)}
         return save(tensors, identity | metadata)
+
+
+def _hand_over(question: Path, answer: Path, content: bytes) -> None:
+    """The answer appears only while somebody waits for it: who gave up removes none."""
+    if not question.exists():
+        return
+    written = answer.with_suffix(".written")
+    try:
+        write_atomic(written, content)
+        if question.exists():
+            written.rename(answer)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def _settled(ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:

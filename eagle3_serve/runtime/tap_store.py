@@ -6,6 +6,7 @@ the request's id and the position of its piece, never by a place in the batch.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 from eagle3_serve.core.contract import AuxLayers
 
 _MOST_BYTES = 4 << 30
-_WAIT_S = 30
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -88,8 +89,17 @@ class SequenceStore:
                 if done is not None:
                     done.synchronize()
                 self._split(rids, starts, lengths, tokens, states)
+            except Exception as error:  # the thread must live on, and who asks must be told
+                _log.exception("the tap's store lost %d rows", len(states))
+                self._lose(rids, f"rows of it were lost: {type(error).__name__}: {error}")
             finally:
                 self._pieces.task_done()
+
+    def _lose(self, rids: list[str | None], problem: str) -> None:
+        with self._lock:
+            for rid in rids:
+                if rid is not None:
+                    self._sequences.setdefault(rid, Sequence()).problem = problem
 
     def _split(
         self, rids: list[str | None], starts: list[int], lengths: list[int], tokens: torch.Tensor, states: torch.Tensor

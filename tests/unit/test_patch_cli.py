@@ -175,3 +175,10 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert re.search(rf"Example:\s+eagle3-serve\s+patch\s+{command}", result.output)
+
+
+def test_the_line_that_apply_gives_to_a_shell_survives_a_space_in_the_path(tmp_path: Path) -> None:
+    output = run("apply", "--cache-dir", tmp_path / "a cache").output
+    script = output.splitlines()[-1] + '\nprintf %s "$PYTHONPATH"'
+    shown = subprocess.run(["bash", "-c", script], env={}, capture_output=True, text=True, timeout=60, check=True)
+    assert (Path(shown.stdout) / "sglang").is_dir()

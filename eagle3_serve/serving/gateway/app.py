@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -63,7 +64,7 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        exception_handlers={HTTPException: _routing_error},
+        exception_handlers={HTTPException: _routing_error, RequestValidationError: _parameter_error},
         # Outermost first.
         middleware=[
             Middleware(Observe, metrics=gateway.metrics),
@@ -98,3 +99,10 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     response = answer.response()
     response.headers.update(error.headers or {})
     return response
+
+
+async def _parameter_error(request: Request, error: Exception) -> Response:
+    """For what FastAPI reads itself, which are query parameters only."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return ApiError(400, str(first["msg"]), code="invalid_parameter", param=str(first["loc"][-1])).response()

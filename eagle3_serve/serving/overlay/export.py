@@ -52,9 +52,9 @@ def export_tree(source: Source, target: Path, root: Path | None = None) -> Chang
 
 def _is_there(target: Path, provenance: dict[str, Any]) -> bool:
     """True for this very export. Raises OverlayError for anything else but an empty or no directory."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return False
     try:
+        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+            return False
         found = {
             str(path.relative_to(target)): sha256_file(path)
             for path in target.rglob("*")
@@ -62,6 +62,8 @@ def _is_there(target: Path, provenance: dict[str, Any]) -> bool:
         }
         if json.loads((target / PROVENANCE).read_text()) == provenance and found == provenance["files"]:
             return True
+    except PermissionError as error:
+        raise OverlayError(f"cannot read {target}: {error}", remedy="name another directory") from error
     except (OSError, ValueError):
         pass
     raise OverlayError(f"{target} is there and is something else", remedy="delete it or name another directory")

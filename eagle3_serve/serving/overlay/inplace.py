@@ -50,9 +50,12 @@ class Change:
 
 
 def kept_originals(package: Path) -> Path | None:
-    """The directory of the originals that an in-place export keeps, None if there is none."""
+    """The directory of the originals that an in-place export keeps, None if there is none. Raises OverlayError."""
     directory = package / KEPT_ORIGINALS
-    return directory if (directory / _RECORD).is_file() else None
+    try:
+        return directory if (directory / _RECORD).is_file() else None
+    except OSError as error:
+        raise OverlayError(f"cannot read {directory}: {error}") from error
 
 
 def export_in_place(source: Source, root: Path | None = None) -> Change:
@@ -124,7 +127,10 @@ def _package_of(source: Source) -> Path:
 @contextlib.contextmanager
 def _turn(package: Path) -> Iterator[None]:
     """One process at a time, by a lock on the directory itself: it leaves nothing behind."""
-    handle = os.open(package, os.O_RDONLY)
+    try:
+        handle = os.open(package, os.O_RDONLY)
+    except OSError as error:
+        raise OverlayError(f"cannot read {package}: {error}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -135,6 +141,16 @@ def _turn(package: Path) -> Iterator[None]:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except OSError as error:
+        raise OverlayError(f"cannot read {path}: {error}") from error
+
+
+def _digest(path: Path) -> str | None:
+    """Hex SHA-256, None where there is no file."""
+    try:
+        return sha256_file(path)
+    except (FileNotFoundError, IsADirectoryError):
+        return None
     except OSError as error:
         raise OverlayError(f"cannot read {path}: {error}") from error
 
@@ -225,13 +241,13 @@ def _read_record(directory: Path) -> list[Kept]:
 def _refuse_changed(package: Path, directory: Path, kept: Iterable[Kept]) -> None:
     for each in kept:
         place, original = package / each.path, directory / _ORIGINALS / each.path
-        found = sha256_file(place) if place.is_file() else "(no file)"
+        found = _digest(place) or "(no file)"
         if found not in (each.sha256, each.patched_sha256):
             raise OverlayError(
                 f"{place} was changed since it was patched: its sha256 is {found}, not {each.patched_sha256}",
                 remedy=f"the original is {original}; if SGLang was installed again since, delete {directory}",
             )
-        if not original.is_file() or sha256_file(original) != each.sha256:
+        if _digest(original) != each.sha256:
             raise OverlayError(
                 f"{original} is not the original any more (sha256 {each.sha256})", remedy="install SGLang again"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.parser import HeaderParser
@@ -14,6 +15,8 @@ from eagle3_serve.serving.overlay.build import PACKAGE
 from eagle3_serve.serving.overlay.installed import InstalledSglang
 
 _METADATA = re.compile(r"sglang-[^/]+\.dist-info/METADATA")
+# What zipfile raises: RuntimeError for an encrypted file, NotImplementedError (one of them) for an unknown compression.
+_DAMAGED_WHEEL = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 _VERSION_FILES = ("_version.py", "version.py")
 _VERSION = re.compile(r"^__version__\s*(?:=\s*version\s*)?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
@@ -40,7 +43,7 @@ class Source:
                 return wheel.read(f"{PACKAGE}/{path}")
         except (KeyError, FileNotFoundError):
             return None
-        except (OSError, zipfile.BadZipFile) as error:
+        except (OSError, *_DAMAGED_WHEEL) as error:
             raise OverlayError(f"cannot read {path} in {self.place}: {error}") from error
 
 
@@ -50,16 +53,20 @@ def open_source(place: Path, release: str | None = None) -> Source:
     `release` overrules what the place says. Raises OverlayError where there is no SGLang, or where two files there
     name different releases.
     """
-    if place.is_dir():
-        package = _find_package(place)
-        found = sorted(set(_releases_of_directory(package)))
-        source = Source(package, None, package)
-    elif zipfile.is_zipfile(place):
-        found = sorted(set(_releases_of_wheel(place)))
-        source = Source(place, None, None)
-    else:
-        what = "neither a directory nor a wheel" if place.exists() else "not there"
-        raise OverlayError(f"{place} is {what}", remedy="name a wheel, a site-packages directory or an unpacked SGLang")
+    try:
+        if place.is_dir():
+            package = _find_package(place)
+            found = sorted(set(_releases_of_directory(package)))
+            source = Source(package, None, package)
+        elif zipfile.is_zipfile(place):
+            found = sorted(set(_releases_of_wheel(place)))
+            source = Source(place, None, None)
+        else:
+            what = "neither a directory nor a wheel" if place.exists() else "not there"
+            remedy = "name a wheel, a site-packages directory or an unpacked SGLang"
+            raise OverlayError(f"{place} is {what}", remedy=remedy)
+    except OSError as error:  # of a directory that may not be looked into
+        raise OverlayError(f"cannot read {place}: {error}") from error
     if release is None and len(found) > 1:
         raise OverlayError(
             f"{place} says of itself that it is SGLang {' and '.join(found)}",
@@ -81,7 +88,7 @@ def _find_package(place: Path) -> Path:
 def _releases_of_directory(package: Path) -> Iterator[str]:
     try:
         for metadata in package.parent.glob("sglang-*.dist-info/METADATA"):
-            yield _release_of_metadata(metadata.read_text(encoding="utf-8"))
+            yield from _release_of_metadata(metadata.read_text(encoding="utf-8"))
         for name in _VERSION_FILES:
             if (package / name).is_file():
                 yield from _VERSION.findall((package / name).read_text(encoding="utf-8"))
@@ -96,13 +103,15 @@ def _releases_of_wheel(wheel: Path) -> Iterator[str]:
             if not any(name.startswith(f"{PACKAGE}/srt/") for name in names):
                 raise OverlayError(f"{wheel} is no wheel of SGLang: it has no {PACKAGE}/srt/")
             for name in filter(_METADATA.fullmatch, names):
-                yield _release_of_metadata(archive.read(name).decode())
+                yield from _release_of_metadata(archive.read(name).decode())
             for name in _VERSION_FILES:
                 if f"{PACKAGE}/{name}" in names:
                     yield from _VERSION.findall(archive.read(f"{PACKAGE}/{name}").decode())
-    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, *_DAMAGED_WHEEL) as error:
         raise OverlayError(f"cannot read {wheel}: {error}") from error
 
 
-def _release_of_metadata(text: str) -> str:
-    return str(HeaderParser().parsestr(text)["Version"]).strip()
+def _release_of_metadata(text: str) -> Iterator[str]:
+    version = HeaderParser().parsestr(text)["Version"]
+    if version is not None:
+        yield str(version).strip()

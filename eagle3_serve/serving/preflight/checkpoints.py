@@ -54,7 +54,11 @@ class Checkpoints:
 
     def _number(self, name: str) -> int | None:
         value = text_config(self.target).get(name) if self.target else None
-        return value if isinstance(value, int) else None
+        return value if _is_count(value) else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -103,11 +107,11 @@ def check_target(checkpoints: Checkpoints) -> Iterator[Finding]:
     if checkpoints.target is None:
         return
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        if not isinstance(text_config(checkpoints.target).get(name), int):
+        if not _is_count(text_config(checkpoints.target).get(name)):
             yield Finding(
                 "error",
                 "target",
-                f"the target's config.json has no {name}",
+                f"the target's config.json has no {name} that is a number above 0",
                 "serve a DeepSeek-V3 or Kimi-K2.5 checkpoint as its makers published it",
                 CheckpointError,
             )

@@ -4,6 +4,7 @@ tests/gpu/test_tap_gpu.py."""
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load, load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3_serve.core.checkpoint_files import read_metadata
 from eagle3_serve.core.contract import AuxLayers
@@ -53,6 +55,11 @@ def test_a_ring_gives_its_rows_oldest_first_with_what_they_belong_to():
     assert columns["token"] == [100, 101, 102, 103, 104]
     assert columns["row"] == [0, 1, 2, 0, 1]
     assert columns["clock"][3] == columns["clock"][0] + 1
+
+
+def test_an_empty_ring_is_read_as_no_rows():
+    states, meta = ring_of(8).read()
+    assert (states.shape, meta.shape) == ((0, 3, 4), (0, len(META)))
 
 
 @pytest.mark.parametrize("pieces", [[5, 5], [8], [20], [3, 20, 1], [1] * 19])
@@ -121,6 +128,43 @@ def test_store_keeps_the_last_layer_too_and_all_keeps_everything(monkeypatch, mo
     assert tap.tapped_layers(CONTRACT, 61).outputs == wanted
 
 
+class HostAccess(TorchDispatchMode):
+    """Names what a CUDA graph cannot capture: values that come from the host, and values it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("lift_fresh", "_local_scalar_dense", "nonzero", "masked_select"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("mode", "lengths"), [("verify", None), ("decode", None), ("extend", [1, 1, 4])])
+def test_a_forward_under_the_tap_has_nothing_that_a_cuda_graph_cannot_capture(monkeypatch, packed, mode, lengths):
+    monkeypatch.setenv(tap.MODE, "probe")
+    monkeypatch.setattr(tap, "service", lambda: TapService(None, "probe", capacity=16))
+    rows = 3 if mode == "decode" else 6
+    states = [torch.full((rows, 4), float(layer)) for layer in range(-1, 61)]
+    batch = SimpleNamespace(
+        forward_mode=Mode(mode),
+        req_pool_indices=torch.tensor([4, 9, 2]),
+        extend_seq_lens=None if lengths is None else torch.tensor(lengths),
+        input_ids=torch.arange(rows),
+    )
+    one = tap.TargetTap(AuxLayers(tuple(range(-1, 61))), CONTRACT)
+    one.keep(states, torch.arange(rows), batch)  # makes the ring, as SGLang's run before a capture does
+    with HostAccess() as seen:
+        one.keep(Packer(states) if packed else states, torch.arange(rows), batch)
+        one.select(Packer(states) if packed else states)
+        assert seen.found == []
+        torch.zeros(2)[[1]]
+    assert seen.found == ["lift_fresh"]  # that it would be seen
+
+
 def test_without_a_contract_only_all_layers_can_be_tapped(monkeypatch):
     monkeypatch.setenv(tap.MODE, "store")
     monkeypatch.setenv(tap.LAYERS, "aux")
@@ -158,6 +202,9 @@ class Mode:
         ("verify", 6, None, [4, 4, 9, 9, 2, 2], tap.VERIFY),
         ("draft extend", 6, [2, 2, 2], [4, 4, 9, 9, 2, 2], tap.DRAFT_EXTEND),
         ("draft extend, 0.5.9", 5, [1, 3, 1], [4, 9, 9, 9, 2], tap.DRAFT_EXTEND),
+        # As many rows as equal shares would have, and two of padding.
+        ("draft extend, 0.5.9", 6, [1, 4, 1], [4, 9, 9, 9, 9, 2], tap.DRAFT_EXTEND),
+        ("draft extend, 0.5.9", 6, [1, 2, 1], [4, 9, 9, 2, 2, 2], tap.DRAFT_EXTEND),
     ],
 )
 def test_every_row_is_given_the_request_it_belongs_to(mode, rows, lengths, wanted, kind):
@@ -319,3 +366,62 @@ def test_an_engine_that_does_not_answer_is_waited_for_no_longer_than_asked(tmp_p
     with pytest.raises(EngineRequestError, match="2 of 2 ranks"):
         TapControl(tmp_path, 2).snapshot(timeout_s=0.3)
     assert list((tmp_path / "tap-requests").iterdir()) == []
+
+
+def test_who_gave_up_is_left_no_answer(tmp_path: Path, probe: TapService, monkeypatch):
+    ring, asked, given_up = probe.ring("target", CONTRACT, rows(1)), threading.Event(), threading.Event()
+    read = ring.read
+
+    def slow() -> tuple[torch.Tensor, torch.Tensor]:
+        asked.set()
+        given_up.wait(20)
+        return read()
+
+    monkeypatch.setattr(ring, "read", slow)
+    with pytest.raises(EngineRequestError, match="did not answer"):
+        TapControl(tmp_path, 1).snapshot(timeout_s=1)
+    assert asked.is_set()
+    given_up.set()
+    monkeypatch.undo()
+    TapControl(tmp_path, 1).read_rank(0, timeout_s=20)  # the one thread has done with the first by now
+    assert [each.name for each in tmp_path.iterdir()] == ["tap-requests"]
+
+
+def test_an_answer_that_cannot_be_written_does_not_end_the_tap(tmp_path: Path, probe: TapService, monkeypatch):
+    record(probe.ring("target", CONTRACT, rows(1)), 1)
+    written = threading.Event()
+
+    def full(*_: object) -> None:
+        written.set()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("eagle3_serve.runtime.tap_service.write_atomic", full)
+        with pytest.raises(EngineRequestError, match="did not answer"):
+            TapControl(tmp_path, 1).snapshot(timeout_s=1)
+    assert written.is_set()
+    assert TapControl(tmp_path, 1).read_rank(0, timeout_s=20)
+
+
+def test_a_run_directory_that_is_taken_away_ends_the_tap_and_is_not_made_again(tmp_path: Path):
+    service = TapService(str(tmp_path / "run"), "probe", capacity=16)
+    before = set(threading.enumerate())
+    service.start()
+    (thread,) = set(threading.enumerate()) - before
+    shutil.rmtree(tmp_path / "run")
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_that_are_lost_are_a_problem_of_their_sequence_and_the_store_goes_on():
+    store = SequenceStore(CONTRACT)
+    prefill(store, [("a", 0, 2), ("b", 0, 2)])
+    batch = SimpleNamespace(
+        rids=["a"], extend_seq_lens_cpu=[2, 2], extend_prefix_lens_cpu=[2, 0], input_ids=torch.arange(4)
+    )
+    store.add(rows(4), batch)  # fewer ids than pieces
+    prefill(store, [("c", 0, 2)])
+    lost, *others = store.collect(["a", "b", "c"])
+    assert "rows of it were lost" in str(lost.problem)
+    assert [each.problem for each in others] == [None, None]

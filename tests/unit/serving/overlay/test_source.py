@@ -1,10 +1,11 @@
 import os
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from eagle3_serve.core.errors import OverlayError
-from eagle3_serve.serving.overlay.source import open_source
+from eagle3_serve.serving.overlay.source import Source, open_source
 from tests.unit.serving.overlay.conftest import FILES, write_package
 
 
@@ -90,3 +91,35 @@ def test_a_wheel_that_was_cut_short_or_damaged_is_an_error_that_names_it(tmp_pat
     os.truncate(wheel, len(whole) // 2)
     with pytest.raises(OverlayError, match=r"a\.whl is neither a directory nor a wheel"):
         open_source(wheel)
+
+
+def test_a_wheel_whose_bytes_do_not_unpack_is_an_error_that_names_it(tmp_path):
+    wheel = tmp_path / "a.whl"
+    text = "".join(f"x{number} = {number}\n" for number in range(999))
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("sglang/srt/models/kimi.py", "sglang-1.2.3.dist-info/METADATA"):
+            archive.writestr(name, text)
+    content = bytearray(wheel.read_bytes())
+    for name in (b"kimi.py", b"METADATA"):
+        start = content.index(name) + len(name) + 100
+        content[start : start + 200] = bytes(255 - byte for byte in content[start : start + 200])
+    wheel.write_bytes(content)
+    with pytest.raises(OverlayError, match=r"cannot read .*a\.whl"):
+        open_source(wheel)
+    with pytest.raises(OverlayError, match=r"cannot read srt/models/kimi\.py in .*a\.whl"):
+        Source(wheel, None, None).read("srt/models/kimi.py")
+
+
+def test_metadata_without_a_version_names_no_release(tmp_path):
+    files = {"sglang/srt/__init__.py": "", "sglang-1.dist-info/METADATA": "Name: sglang\n"}
+    assert open_source(write_wheel(tmp_path / "a.whl", files)).release is None
+
+
+def test_a_directory_that_may_not_be_looked_into_is_an_error_that_names_it(tmp_path, monkeypatch):
+    def refuse(self, **_):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    write_package(tmp_path / "sglang")
+    monkeypatch.setattr(Path, "stat", refuse)  # root may look into every real one
+    with pytest.raises(OverlayError, match=r"cannot read .*Permission denied"):
+        open_source(tmp_path)

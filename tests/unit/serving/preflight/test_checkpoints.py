@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_serve.config.schema import Config
+from eagle3_serve.core.checkpoint_files import TensorInfo
 from eagle3_serve.core.errors import CheckpointError
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.prepare import decide_contract
@@ -166,3 +167,14 @@ def test_a_drafter_that_does_not_say_its_layers_is_read_as_llamas_default_of_man
     pair.without("num_hidden_layers")
     (error,) = errors(preflight.check_tensors(pair.read()))
     assert "layers.1.hidden_norm.weight" in error.message
+
+
+@pytest.mark.parametrize("value", [None, False, 0, -1, "7168"])
+def test_a_target_whose_width_is_no_number_is_an_error_and_stops_no_other_check(value: object) -> None:
+    target = {"num_hidden_layers": 61, "hidden_size": value, "vocab_size": 100}
+    drafter = {"architectures": [preflight.DRAFTER_ARCHITECTURE], "hidden_size": 64}
+    fc = TensorInfo("F32", (64, 192), Path("m.safetensors"), 0, 0)
+    checkpoints = preflight.Checkpoints(target, drafter, {"fc.weight": fc})
+    (error,) = errors(list(preflight.check_target(checkpoints)))
+    assert "has no hidden_size" in error.message
+    assert list(preflight.check_states(checkpoints, None, "0.5.23")) == []
