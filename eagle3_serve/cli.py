@@ -52,7 +52,8 @@ def launch(
     config: ConfigOption = None,
     sets: SetOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and the checks' findings; start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Show the plan and what the checks found, start nothing, and exit with 0."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -78,7 +78,10 @@ def read_metadata(file: Path) -> dict[str, str]:
 def read_integers(tensor: TensorInfo) -> list[int]:
     """A small integer or boolean tensor's values, flat. Raises CheckpointError for another dtype."""
     if tensor.dtype not in _INTEGERS:
-        raise CheckpointError(f"a tensor of {tensor.file} is {tensor.dtype} where whole numbers are meant")
+        raise CheckpointError(
+            f"a tensor of {tensor.file} is {tensor.dtype} where whole numbers are meant (d2t and t2d)",
+            remedy="write d2t as int64 offsets and t2d as booleans",
+        )
     values = array.array(_INTEGERS[tensor.dtype])
     with tensor.file.open("rb") as file:
         file.seek(tensor.start)

@@ -7,12 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eagle3_serve.core.checkpoint_files import TensorInfo, read_integers
+from eagle3_serve.core.contract import DrafterIds
 from eagle3_serve.core.draft_vocab import check_d2t
-from eagle3_serve.core.errors import CheckpointError
+from eagle3_serve.core.errors import CheckpointError, ContractError
 from eagle3_serve.serving.preflight.checkpoints import Checkpoints, num_layers
 from eagle3_serve.serving.preflight.features import FEATURES
 from eagle3_serve.serving.preflight.findings import Finding
 
+# What SGLang's loader calls the norms of three states besides.
+_OLD_NORMS = {
+    "fc_norm.0.weight": "aux_norm_low.weight",
+    "fc_norm.1.weight": "aux_norm_mid.weight",
+    "fc_norm.2.weight": "aux_norm_high.weight",
+}
 _LAYER = re.compile(r"^(?:midlayer|layers\.(\d+))\.")
 _OUTSIDE_LAYERS = ("embed_tokens.", "fc.", "norm.", "lm_head.", "d2t", "t2d")
 _INSIDE_LAYERS = ("self_attn.", "mlp.", "hidden_norm.", "input_layernorm.", "post_attention_layernorm.")
@@ -43,7 +50,7 @@ def check_tensors(checkpoints: Checkpoints) -> Iterator[Finding]:
         )
     if config.get("quantization_config"):
         return  # its weights go by other names
-    missing = [name for name in _required(config) if not _is_filled(name, names)]
+    missing = [part for name in _required(config) for part in _missing_parts(name, names)]
     if missing:
         yield _error(
             f"the drafter's checkpoint has no {_listed(missing)}: SGLang would serve it with what memory held",
@@ -70,6 +77,13 @@ def check_draft_vocabulary(checkpoints: Checkpoints) -> Iterator[Finding]:
         return
     named = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
     size = config.get("draft_vocab_size")
+    for name in ("d2t", "t2d"):
+        if name in named and len(named[name].shape) != 1:
+            yield _error(
+                f"the drafter's {name} has the shape {list(named[name].shape)}, and one row of numbers is meant",
+                "write it with one dimension: an offset a draft id (d2t), a mark a target id (t2d)",
+            )
+            return
     try:
         d2t, t2d = (read_integers(named[name]) if name in named else None for name in ("d2t", "t2d"))
         check_d2t(
@@ -101,19 +115,36 @@ def _required(config: Mapping[str, Any]) -> list[str]:
         needed.append("embed_tokens.weight")
     if not config.get("tie_word_embeddings") and (own_width or config.get("draft_vocab_size") is not None):
         needed.append("lm_head.weight")
+    if config.get("fc_norm") or config.get("use_aux_norm"):
+        needed += [f"fc_norm.{state}.weight" for state in range(_states(config))]
     for layer in range(num_layers(config)):
         needed += [f"layers.{layer}.{name}.weight" for name in (*_NORMS, *_PROJECTIONS)]
     return needed
 
 
-def _is_filled(name: str, names: Mapping[str, TensorInfo]) -> bool:
+def _missing_parts(name: str, names: Mapping[str, TensorInfo]) -> list[str]:
+    """What a parameter lacks, in the checkpoint's own spelling; empty if it is filled."""
     spellings = [name, name.replace("layers.0.", "midlayer.", 1)]
-    for fused, parts in _PROJECTIONS.items():
-        if f".{fused}." in name and any(
-            all(spelled.replace(fused, part) in names for part in parts) for spelled in spellings
-        ):
-            return True
-    return any(spelled in names for spelled in spellings)
+    if any(spelled in names for spelled in (*spellings, _OLD_NORMS.get(name))):
+        return []
+    own = spellings[1] if any(each.startswith("midlayer.") for each in names) else name
+    fused = next((fused for fused in _PROJECTIONS if f".{fused}." in name), None)
+    if fused is None:
+        return [own]
+    lacking = [[part for part in _parts(spelled, fused) if part not in names] for spelled in spellings]
+    return [] if not all(lacking) else [part for part in _parts(own, fused) if part not in names]
+
+
+def _parts(name: str, fused: str) -> list[str]:
+    return [name.replace(fused, part) for part in _PROJECTIONS[fused]]
+
+
+def _states(config: Mapping[str, Any]) -> int:
+    """How many states the config speaks of; where it contradicts itself, `check_states` says so."""
+    try:
+        return DrafterIds.from_config(config).states
+    except ContractError:
+        return 0
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -31,6 +31,20 @@ def test_a_missing_tensor_is_refused(pair: Pair, name: str) -> None:
     pair.write(tensors)
     (error,) = errors(preflight.check_tensors(pair.read()))
     assert "what memory held" in error.message
+    assert f" {name}:" in error.message, "the checkpoint's own name, and no other"
+
+
+def test_the_norm_of_one_state_of_three_is_missed(pair: Pair) -> None:
+    pair.edit("drafter", fc_norm=True)
+    norms = {f"fc_norm.{state}.weight": torch.ones(HIDDEN) for state in range(3)}
+    pair.write(drafter_tensors() | norms)
+    assert errors(preflight.check_tensors(pair.read())) == []
+    del norms["fc_norm.2.weight"]
+    pair.write(drafter_tensors() | norms)
+    (error,) = errors(preflight.check_tensors(pair.read()))
+    assert "no fc_norm.2.weight:" in error.message
+    pair.write(drafter_tensors() | norms | {"aux_norm_high.weight": torch.ones(HIDDEN)})
+    assert errors(preflight.check_tensors(pair.read())) == []
 
 
 def test_fused_projections_are_complete_too(pair: Pair) -> None:
@@ -115,6 +129,17 @@ def test_an_arange_in_place_of_offsets_is_refused_though_all_its_targets_exist(p
     pair.write(drafter_tensors() | {"d2t": torch.arange(32)})
     (error,) = errors(preflight.check_draft_vocabulary(pair.read()))
     assert "ids where offsets are meant" in error.message
+
+
+@pytest.mark.parametrize(
+    ("d2t", "says"),
+    [(torch.zeros(1, 4, dtype=torch.int64), "the shape [1, 4]"), (torch.zeros(4), "F32 where whole numbers are meant")],
+)
+def test_a_map_that_is_no_row_of_whole_numbers_is_refused(pair: Pair, d2t: torch.Tensor, says: str) -> None:
+    pair.write(drafter_tensors() | {"d2t": d2t})
+    (error,) = errors(preflight.check_draft_vocabulary(pair.read()))
+    assert says in error.message
+    assert error.remedy
 
 
 def test_a_map_beside_the_targets_whole_head_is_checked_against_it(pair: Pair) -> None:
