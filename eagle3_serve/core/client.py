@@ -19,6 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 # OpenAI's own limit, which the gateway holds.
 MOST_LOGPROBS = 20
+API_KEY = "API key: EAGLE3_SERVE__GATEWAY__API_KEY, or gateway.api_key_file"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Client:
         except httpx.HTTPError as error:
             raise _no_answer(self._http.base_url, error) from error
         if response.status_code != httpx.codes.OK:
-            raise RequestRefusedError(_refusal(self._http.base_url, response))
+            raise _refused(self._http.base_url, response)
         value = response.json()
         choice = value["choices"][0]
         return Answer(
@@ -191,7 +192,7 @@ class _Http:
         except httpx.HTTPError as error:
             raise _no_answer(self._http.base_url, error) from error
         if response.status_code != httpx.codes.OK:
-            raise RequestRefusedError(_refusal(self._http.base_url, response))
+            raise _refused(self._http.base_url, response)
         return response
 
 
@@ -248,7 +249,13 @@ class EngineClient(_Http):
 
     async def served_model(self) -> str:
         """The name of the model that is served. Raises EngineRequestError."""
-        return str((await self._request("GET", "/v1/models")).json()["data"][0]["id"])
+        response = await self._request("GET", "/v1/models")
+        try:
+            return str(response.json()["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise EngineRequestError(
+                f"{self._http.base_url} names no model at /v1/models", remedy=refusal_remedy(httpx.codes.NOT_FOUND)
+            ) from error
 
     async def is_engine(self) -> bool:
         """Whether this is SGLang itself: a gateway has no such route. Raises EngineRequestError."""
@@ -327,5 +334,27 @@ def _no_answer(url: object, error: httpx.HTTPError) -> EngineRequestError:
     )
 
 
-def _refusal(url: object, response: httpx.Response) -> str:
-    return f"{url} answered {response.status_code}: {response.text[:500]}"
+def _refused(url: object, response: httpx.Response) -> RequestRefusedError:
+    return RequestRefusedError(
+        f"{url} answered {response.status_code}: {response.text[:500]}", remedy=refusal_remedy(response.status_code)
+    )
+
+
+def refusal_remedy(status: int, key: str = API_KEY) -> str:
+    """What to do about an HTTP status that is not 200. `key`: which key the request was sent with, and where it is
+    set."""
+    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        return f"give the server's {key}"
+    if status == httpx.codes.NOT_FOUND:
+        return (
+            "the address must be that of a gateway of `eagle3-serve launch`, or of SGLang itself: scheme, host and "
+            "port, without a path"
+        )
+    if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
+        return (
+            "the server is still loading, is busy or is shutting down: wait until GET /ready answers 200, then try "
+            "again; if it never does, the server's log says why"
+        )
+    if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+        return "the server failed at it: its log says more"
+    return "the answer says what the server does not take in this request"

@@ -15,8 +15,16 @@ from eagle3_serve.drafting.verify.states import Comparison, StateResult
 
 _ENGINE_FAULT = "this is a fault of the engine or of its patches, not of a setting: `eagle3-serve patch verify` says "
 _ENGINE_FAULT += "whether the served files are the known ones"
+_SEE_MORE = "look in every layer: start the server with tap.layers: all, or let this command start it (--config and "
+_SEE_MORE += "--store, without --url)"
+_CHECK_STORE = "check that the store is of this very checkpoint, and how its states were taken; without --store the "
+_CHECK_STORE += "server is compared with transformers' own forward, which shows on which side the fault is"
+_FEW_ROWS_WRONG = "run it again with --limit 1: rows that are wrong only beside other requests are mixed up in batches; "
+_FEW_ROWS_WRONG += "rows that stay wrong speak against the reference, or the served files (`eagle3-serve patch verify`)"
 
 _CLEAR_MARGIN = 2.0
+# Fewer compared rows show little.
+LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -99,22 +107,19 @@ def _states(comparison: Comparison, settings: Settings, *, sees_all: bool) -> It
     wrong = [state for state in comparison.states if state.stage_faults]
     if not wrong:
         return
-    is_layer = [state.found.label for state in comparison.states if state.found.kind == "layer"]
+    found = [state.found.label for state in comparison.states if state.found.kind == "layer"]
     should = [_wanted_layer(state) for state in comparison.states]
     layers = [layer for layer in should if layer is not None]
-    known = len(layers) == len(should)
-    fix = remedy(layers, settings) if known else _ENGINE_FAULT
-    if (
-        len(is_layer) == len(should)
-        and known
-        and is_layer != layers
-        and sorted(map(str, is_layer)) == sorted(map(str, layers))
-    ):
+    known = len(found) == len(layers) == len(should)
+    if known and found != layers and sorted(map(str, found)) == sorted(map(str, layers)):
+        # A permutation is the setting's doing where the engine reports that very order.
+        as_reported = found == [state.captured for state in comparison.states]
         yield Fault(
-            f"the states come in the order {_list(is_layer)}; the drafter was trained on {_list(layers)}",
-            _ENGINE_FAULT if list(layers) == sorted(layers) else fix,
+            f"the states come in the order {_list(found)}; the drafter was trained on {_list(layers)}",
+            remedy(layers, settings) if as_reported or layers != sorted(layers) else _ENGINE_FAULT,
         )
         return
+    fix = remedy(layers, settings) if len(layers) == len(should) else _partly_known(comparison, sees_all=sees_all)
     for state in wrong:
         yield Fault(_sentence(state), _state_remedy(state, fix, sees_all=sees_all))
 
@@ -127,19 +132,39 @@ def _wanted_layer(state: StateResult) -> int | None:
     return found.label if found is not None and found.kind == "layer" and isinstance(found.label, int) else None
 
 
+def _partly_known(comparison: Comparison, *, sees_all: bool) -> str:
+    """Of a store: which of its states are among the server's, and how to learn what the others are."""
+    known, unknown = [], []
+    for state in comparison.states:
+        layer = _wanted_layer(state)
+        if layer is None:
+            unknown.append(str(state.index))
+        else:
+            known.append(f"state {state.index} of the store is {name(layer)}")
+    facts = f"{', '.join(known)}: aux_layers.layers must have them in these places. " if known else ""
+    which = f"state{'s' if len(unknown) > 1 else ''} {' and '.join(unknown)} of the store"
+    return f"{facts}What {which} should be is not known yet: {_SEE_MORE if not sees_all else _CHECK_STORE}"
+
+
 def _state_remedy(state: StateResult, fix: str, *, sees_all: bool) -> str:
-    wanted = state.wanted_is
-    if wanted is not None and wanted.kind == "nothing" and not sees_all:
-        return "start the server with tap.layers: all, so that the store's states can be looked for in every layer"
-    if wanted is not None and wanted.kind != "layer":
-        return (
-            "check that the store is of this very checkpoint, and how its states were taken; if it is, " + _ENGINE_FAULT
-        )
-    if state.found.kind == "layer" and state.captured != _wanted_layer(state):
-        return fix
+    """The engine is blamed only where the numbers show another state than the one that it reports. A store cannot show
+    that: its states are looked for among those that the engine reports."""
+    if state.wanted_is is not None:
+        if state.wanted_is.kind == "nothing":
+            return _CHECK_STORE if sees_all else _SEE_MORE
+        if state.wanted_is.kind != "layer":
+            return _CHECK_STORE
+        return _FEW_ROWS_WRONG if state.wanted_is.label == state.captured else fix
     if state.found.kind == "nothing":
-        return "check that the reference is of this very checkpoint (weights, quantization); if it is, " + _ENGINE_FAULT
-    return _ENGINE_FAULT
+        return (
+            "check that the reference is of this very checkpoint (weights, quantization), and with `eagle3-serve patch "
+            "verify` that the served files are the known ones"
+        )
+    if state.found.kind != "layer":
+        return _ENGINE_FAULT
+    if state.found.label == state.captured:
+        return _FEW_ROWS_WRONG if state.found.label == state.wanted else fix
+    return _ENGINE_FAULT if state.captured == state.wanted else f"{_ENGINE_FAULT}; then {fix}"
 
 
 def _sentence(state: StateResult) -> str:
@@ -148,6 +173,10 @@ def _sentence(state: StateResult) -> str:
         right = " and ".join(kind for kind in state.errors if kind not in state.stage_faults)
         where = f"in {' and '.join(state.stage_faults)} rows, while {right} rows are right, "
     subject = f"{where}state {state.index} is {state.found.words}"
+    if state.found.kind == "layer" and state.found.label == state.captured == _wanted_layer(state):
+        far = sum(state.errors[kind].outliers for kind in state.stage_faults)
+        rows = sum(state.errors[kind].rows for kind in state.stage_faults)
+        return f"{subject}, as it should be, but {far} of {rows} rows are far away from it"
     trained = name(state.wanted)
     if state.wanted_is is not None:
         trained += f", which is {state.wanted_is.words}"

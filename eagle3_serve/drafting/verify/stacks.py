@@ -24,7 +24,7 @@ from pydantic import SecretStr
 from eagle3_serve.config.keyfiles import GatewayKeys
 from eagle3_serve.config.resolve import Resolved, load_config
 from eagle3_serve.config.schema import Config
-from eagle3_serve.core.client import EngineClient, GatewayClient, RequestRefusedError, ServerClient
+from eagle3_serve.core.client import EngineClient, GatewayClient, ServerClient
 from eagle3_serve.core.errors import EagleServeError, EngineRequestError, InterruptedLoadError, TerminatedLoadError
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.verify.prompts import local_tokenizer
@@ -121,12 +121,7 @@ async def started(resolved: Resolved, reporter: Reporter, name: str) -> AsyncIte
 async def attached(url: str, keys: GatewayKeys) -> Server:
     """A server that runs already: a gateway, or SGLang itself. Raises EngineRequestError."""
     async with EngineClient(url.rstrip("/"), api_key=_text(keys.api_key), timeout_s=_LOOK_TIMEOUT_S) as client:
-        try:
-            served = await client.served_model()
-        except RequestRefusedError as error:
-            raise EngineRequestError(
-                error.message, remedy="its key: EAGLE3_SERVE__GATEWAY__API_KEY, or gateway.api_key_file with --set"
-            ) from error
+        served = await client.served_model()
         is_engine = await client.is_engine()
     return Server(url.rstrip("/"), served, url.rstrip("/") if is_engine else None, keys)
 

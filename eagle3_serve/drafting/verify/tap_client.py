@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from typing import Any, Self
 
 import httpx
 
+from eagle3_serve.core.client import refusal_remedy
 from eagle3_serve.core.errors import EngineRequestError
 from eagle3_serve.drafting.verify.evidence import Capture
 from eagle3_serve.drafting.verify.sequences import Sent
@@ -16,6 +18,8 @@ from eagle3_serve.drafting.verify.stacks import Server
 from eagle3_serve.serving.tap import TapControl
 
 _TIMEOUT_S = 600
+_ADMIN_KEY = "admin key: EAGLE3_SERVE__GATEWAY__ADMIN_KEY, or gateway.admin_key_file (a server without one has no such "
+_ADMIN_KEY += "routes: start it with one)"
 
 
 class TappedServer:
@@ -64,6 +68,7 @@ class TappedServer:
             "temperature": 0,
             "max_tokens": max_tokens,
             "ignore_eos": True,  # SGLang's own: an answer that ends at once would show no decode step
+            "cache_salt": secrets.token_hex(8),  # a prefix that the cache has leaves no rows, so nothing is shared
             "return_token_ids": True,  # from SGLang 0.5.23 on; before, the tap's own rows tell what was answered
         }
         choice = (await self._request("POST", "/v1/completions", self._server.api_key, body)).json()["choices"][0]
@@ -104,12 +109,15 @@ def _read_local(control: TapControl) -> list[Snapshot]:
 
 def _remedy(path: str, status: int) -> str:
     if not path.startswith("/internal/"):
-        return "the server's log says more"
+        return refusal_remedy(status)
+    if status == httpx.codes.CONFLICT:  # off, not idle, or silent: the answer says which
+        return (
+            "start the server with `eagle3-serve launch --config FILE --set tap.mode=probe`, and let nobody else use "
+            "it meanwhile"
+        )
     if status == httpx.codes.NOT_FOUND:
         return (
             "--url names a gateway of `eagle3-serve launch`, started with an admin key: "
             "`eagle3-serve launch --config FILE --set tap.mode=probe`, with EAGLE3_SERVE__GATEWAY__ADMIN_KEY set"
         )
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        return "give the server's admin key: EAGLE3_SERVE__GATEWAY__ADMIN_KEY, or gateway.admin_key_file"
-    return "start the server with `eagle3-serve launch --config FILE --set tap.mode=probe`"
+    return refusal_remedy(status, _ADMIN_KEY)
