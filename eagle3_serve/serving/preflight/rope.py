@@ -79,11 +79,13 @@ def check_rope(checkpoints: Checkpoints, release: str) -> Iterator[Finding]:
     config = checkpoints.llama_drafter
     if config is None or checkpoints.target is None:
         return
+    whose = "target"
     try:
         target = effective(text_config(checkpoints.target), "target", release)
+        whose = "drafter"
         drafter, says = effective(config, "drafter", release), meant(config)
     except CheckpointError as error:
-        yield Finding("error", "rope", error.message, error.remedy, CheckpointError)
+        yield Finding("error", "rope", f"the {whose}'s {error.message}", error.remedy, CheckpointError)
         return
     yield Finding("ok", "rope", f"as SGLang {release} computes it: target {target}; drafter {drafter}")
     yield from _check_ignored(config, says, drafter, release)
@@ -193,7 +195,9 @@ def _mscale(factor: float, mscale: float) -> float:
 
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
+    if value is None or isinstance(value, Mapping):
+        return value or {}
+    raise CheckpointError(f"config.json has {key} {value!r} where an object is meant", remedy="correct it")
 
 
 def _number(values: Mapping[str, Any], key: str, default: float) -> float:

@@ -20,6 +20,7 @@ _OLD_NORMS = {
     "fc_norm.1.weight": "aux_norm_mid.weight",
     "fc_norm.2.weight": "aux_norm_high.weight",
 }
+_STATE_NORM = re.compile(r"^fc_norm\.(\d+)\.")
 _LAYER = re.compile(r"^(?:midlayer|layers\.(\d+))\.")
 _OUTSIDE_LAYERS = ("embed_tokens.", "fc.", "norm.", "lm_head.", "d2t", "t2d")
 _INSIDE_LAYERS = ("self_attn.", "mlp.", "hidden_norm.", "input_layernorm.", "post_attention_layernorm.")
@@ -42,7 +43,8 @@ def check_tensors(checkpoints: Checkpoints) -> Iterator[Finding]:
     if config is None or tensors is None:
         return
     names = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    unknown = [name for name in names if not _is_known(name)]
+    states = _states(config)
+    unknown = [name for name in names if not _is_known(name) or _is_norm_beyond(name, states)]
     if unknown:
         yield _error(
             f"the drafter has tensors that SGLang has no place for and would drop: {_listed(unknown)}",
@@ -104,6 +106,12 @@ def _is_known(name: str) -> bool:
         or name.endswith("rotary_emb.inv_freq")
         or any(feature.tensors_in([name]) for feature in FEATURES)
     )
+
+
+def _is_norm_beyond(name: str, states: int) -> bool:
+    """A norm of a state that the drafter does not have; `states` 0: not known."""
+    found = _STATE_NORM.match(name)
+    return found is not None and 0 < states <= int(found[1])
 
 
 def _required(config: Mapping[str, Any]) -> list[str]:

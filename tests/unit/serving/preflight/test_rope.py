@@ -125,7 +125,9 @@ def test_a_factor_without_a_type_is_flagged(pair: Pair) -> None:
     assert any("no rope_type" in finding.message for finding in preflight.check_rope(pair.read(), "0.5.23"))
 
 
-@pytest.mark.parametrize("keys", [{"rope_scaling": {"type": "su", "factor": 2}}, {"rope_theta": "50000"}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{"rope_scaling": {"type": "su", "factor": 2}}, {"rope_theta": "50000"}, {"rope_parameters": [1]}], ids=str
+)
 def test_a_rope_that_sglang_cannot_compute_is_refused(pair: Pair, keys: dict[str, Any]) -> None:
     pair.edit("drafter", **keys)
     assert levels(preflight.check_rope(pair.read(), "0.5.23")) == ["error"]

@@ -47,6 +47,14 @@ def test_the_norm_of_one_state_of_three_is_missed(pair: Pair) -> None:
     assert errors(preflight.check_tensors(pair.read())) == []
 
 
+def test_the_norm_of_a_fourth_state_would_be_dropped(pair: Pair) -> None:
+    pair.edit("drafter", fc_norm=True)
+    pair.write(drafter_tensors() | {f"fc_norm.{state}.weight": torch.ones(HIDDEN) for state in range(4)})
+    (error,) = errors(preflight.check_tensors(pair.read()))
+    assert "fc_norm.3.weight" in error.message
+    assert "drop" in error.message
+
+
 def test_fused_projections_are_complete_too(pair: Pair) -> None:
     tensors = {
         name: each for name, each in drafter_tensors().items() if not name.endswith(("q_proj.weight", "up_proj.weight"))
