@@ -45,7 +45,7 @@ def on(
 ) -> None:
     """Build the debug layer; launches that use this cache directory serve from it until `patch debug off`.
 
-    Each rank then writes debug-rank<R>.jsonl into the run directory's engine/: for each forward its mode and time in
+    Each rank R then writes debug-rankR.jsonl into the run directory's engine/: for each forward its mode and time in
     ms, and of each tensor in and out the shape, dtype, first five values and norm. Slow; not with CUDA graphs.
     """
     from eagle3_serve.serving.overlay import debug  # noqa: PLC0415 - after --help

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from eagle3_serve.cli import app
 from eagle3_serve.core.errors import OverlayError, VerificationError
 from eagle3_serve.patch_cli import patch_app
 from eagle3_serve.serving.overlay import debug
@@ -105,3 +106,9 @@ def test_the_cache_of_the_configuration_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [["debug", "on"], ["debug", "off"], ["debug", "status"], ["strip"]])
 def test_every_command_has_an_example(command: list[str]) -> None:
     assert "Example: eagle3-serve patch" in run(*command, "--help").stdout
+
+
+def test_the_help_of_the_whole_program_names_the_log_of_each_rank() -> None:
+    """The program's help is Markdown, in which <R> is a tag that is not shown."""
+    text = " ".join(CliRunner().invoke(app, ["patch", "debug", "on", "--help"]).stdout.split())
+    assert "Each rank R then writes debug-rankR.jsonl" in text

@@ -32,8 +32,11 @@ from eagle3_serve.serving.preflight import Finding
 # The file that the runtime of a serving layer holds a lock on: runtime/debug.py names it too.
 IN_USE = "in-use"
 _ON = "on.json"
-# SGLang's arguments that turn graphs on whatever --disable-cuda-graph says.
-_GRAPH_SWITCHES = ("enforce-piecewise-cuda-graph", "enable-piecewise-cuda-graph", "cuda-graph-config")
+# SGLang's arguments that turn graphs on whatever --disable-cuda-graph says; a test holds this to config/schema.py's.
+_GRAPH_SWITCHES = (
+    *("cuda-graph-config", "enable-breakable-cuda-graph"),
+    *("enable-piecewise-cuda-graph", "enforce-piecewise-cuda-graph"),
+)
 _IMPORT = f"from eagle3_serve.runtime import debug as eagle3_serve_debug  # {MARKER}"
 _DECORATOR = '@eagle3_serve_debug.watch("{role}")  # {marker}'
 

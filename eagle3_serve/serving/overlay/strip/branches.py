@@ -11,21 +11,21 @@ from eagle3_serve.serving.overlay.strip.scopes import bound_here
 from eagle3_serve.serving.overlay.strip.text import Body
 
 Fault = tuple[ast.stmt | ast.expr, str]
+Judge = Callable[[ast.stmt], str | None]
+_JUDGED = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.If | ast.For | ast.With
 _DECIDING = (ast.Return, ast.Raise, ast.Global, ast.Nonlocal, ast.Delete, ast.Await, ast.Yield, ast.YieldFrom)
 _ENDING = ("sys.exit", "os._exit", "os.abort", "os.kill")
 
 
-def branch_faults(body: Body, modules: Modules, judge: Callable[[ast.Expr], str | None] | None) -> Iterator[Fault]:
-    """Nodes with the reason. `judge`: says for a bare expression why it may have an effect; None where the branch does
-    not run unless debugging, so that only what it does to others counts."""
+def branch_faults(body: Body, modules: Modules, judge: Judge | None) -> Iterator[Fault]:
+    """Nodes with the reason. `judge`: says of a statement, without those it holds, why it may have an effect; None
+    where the branch does not run unless debugging, so that only what it does to others counts."""
     own = set().union(*(bound_here(statement) for statement in body)) if body else set()
     for statement in body:
         yield from _faults(statement, own, modules, judge, in_loop=False)
 
 
-def _faults(
-    node: ast.AST, own: set[str], modules: Modules, judge: Callable[[ast.Expr], str | None] | None, *, in_loop: bool
-) -> Iterator[Fault]:
+def _faults(node: ast.AST, own: set[str], modules: Modules, judge: Judge | None, *, in_loop: bool) -> Iterator[Fault]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
         return  # runs only where it is called
     if isinstance(node, _DECIDING) or (isinstance(node, ast.Break | ast.Continue) and not in_loop):
@@ -38,8 +38,8 @@ def _faults(
         yield node, f"changes {ast.unparse(node.target)}"
     elif isinstance(node, ast.Call) and (fault := _call_fault(node, own, modules)):
         yield node, fault
-    elif isinstance(node, ast.Expr) and judge and (fault := judge(node)):
-        yield node, f"holds {ast.unparse(node)}: {fault}"
+    elif isinstance(node, _JUDGED) and judge and (fault := judge(node)):
+        yield node, f"holds {ast.unparse(node).partition(chr(10))[0].rstrip(':')}: {fault}"
         return
     loop = in_loop or isinstance(node, ast.For | ast.AsyncFor | ast.While)
     for child in ast.iter_child_nodes(node):

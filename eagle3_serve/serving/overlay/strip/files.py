@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -223,6 +224,8 @@ def _named(path: Path) -> Known:
 
 def _read(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO or a terminal waits for somebody to write
+            raise OverlayError(f"cannot read {path}: it is no regular file", remedy="name Python files")
         return path.read_bytes()
     except OSError as error:
         raise OverlayError(f"cannot read {path}: {error.strerror}", remedy="name Python files") from error

@@ -11,6 +11,7 @@ from collections.abc import Set
 
 from eagle3_serve.serving.overlay.marker import MARKER
 from eagle3_serve.serving.overlay.strip.context import Context, Finds
+from eagle3_serve.serving.overlay.strip.hazards import check_hazards
 from eagle3_serve.serving.overlay.strip.judge import Judge
 from eagle3_serve.serving.overlay.strip.leftovers import Leftovers, check_marker_gone
 from eagle3_serve.serving.overlay.strip.marks import Marks
@@ -29,6 +30,7 @@ def find_debugging(source: SourceText, own: Set[ast.stmt] = frozenset()) -> Find
     leftovers.take()
     leftovers.check_names()
     leftovers.note()
+    check_hazards(context)
     check_marker_gone(context)
     _check_docstrings(context)
     context.finds.problems.sort(key=lambda problem: problem.line)
@@ -70,7 +72,7 @@ class _Visitor:
         for decorator in getattr(statement, "decorator_list", ()):
             if not self._marks.is_decorator_marked(decorator):
                 continue
-            if fault := self._judge.decorator(decorator):
+            if fault := self._judge.decorator(decorator, statement):
                 self._finds.problem(decorator, fault)
             else:
                 self._finds.decorators.add(decorator)

@@ -14,9 +14,10 @@ from eagle3_serve.serving.overlay.strip.purity import bindings
 from eagle3_serve.serving.overlay.strip.scopes import bodies
 from eagle3_serve.serving.overlay.strip.switch import UnknownTestError
 from eagle3_serve.serving.overlay.strip.text import Body
+from eagle3_serve.serving.overlay.strip.transparent import Transparent
 
 _WORDS = {ast.Delete: "del", ast.Assert: "an assert that may raise", ast.While: "a loop that may not end"}
-_DEBUG_DECORATORS = ("torch.profiler.record_function", "line_profiler.profile")
+_DEBUG_DECORATORS = ("eagle3_serve.runtime.debug.watch", "torch.profiler.record_function", "line_profiler.profile")
 
 
 class Judge:
@@ -29,17 +30,28 @@ class Judge:
 
     def branch(self, body: Body, what: str, *, strict: bool) -> None:
         """Problems of a branch that is to go. `strict`: it may have run without anybody who debugs."""
-        judge = self._of_expression if strict else None
+        judge = self._in_branch if strict else None
         for node, reason in branch_faults(body, self._modules, judge):
             self._context.finds.problem(node, f"{what} {reason}")
 
-    def decorator(self, decorator: ast.expr) -> str | None:
+    def _in_branch(self, statement: ast.stmt) -> str | None:
+        """What is assigned to is looked at by `branch_faults`."""
+        purity = self._context.purity(statement)
+        if isinstance(statement, ast.Expr):
+            return self._of_expression(statement)
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            return purity.fault(statement.value) if statement.value is not None else None
+        if isinstance(statement, ast.AugAssign):
+            counted = isinstance(statement.target, ast.Name) and self._of_counting(statement, statement.target.id)
+            return counted or purity.fault(statement.value)
+        return self.head(statement)
+
+    def decorator(self, decorator: ast.expr, decorated: ast.stmt) -> str | None:
         function = called(decorator)
-        dotted = self._modules.dotted(function) or ""
-        if dotted.startswith("eagle3_serve.runtime.debug.") or dotted in _DEBUG_DECORATORS:
+        if self._modules.surely(function) in _DEBUG_DECORATORS:
             return None
         if self._marks.is_helper(function):
-            return None
+            return Transparent(self._context, self.marked).fault(decorator, decorated)
         return f"the decorator {ast.unparse(decorator)} may change what it decorates"
 
     def marked(self, statement: ast.stmt) -> str | None:
@@ -97,8 +109,24 @@ class Judge:
         purity = self._context.purity(statement)
         if isinstance(value, ast.Call) and self._is_debug_call(value):
             arguments = [*value.args, *(keyword.value for keyword in value.keywords)]
-            return next((fault for each in arguments if (fault := purity.fault(each))), None)
+            fault = next((fault for each in arguments if (fault := purity.fault(each))), None)
+            return fault or self._of_helper(value.func)
         return purity.fault(value, printing=True)
+
+    def _of_helper(self, function: ast.expr) -> str | None:
+        """A marked function is there for debugging by somebody's word; what it surely changes counts all the same."""
+        if not self._marks.is_helper(function):
+            return None
+        named = [each for each in ast.walk(self._context.source.tree) if isinstance(each, ast.FunctionDef)]
+        for helper in (each for each in named if each.name == last_name(function)):
+            given = {each.arg for each in ast.walk(helper.args) if isinstance(each, ast.arg)}
+            for node, reason in branch_faults(helper.body, self._modules, None):
+                if not isinstance(node, ast.Return | ast.Global | ast.Nonlocal):
+                    return f"{helper.name} {reason} (line {node.lineno})"
+            for each in ast.walk(helper):
+                if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name) and each.target.id in given:
+                    return f"{helper.name} may change {each.target.id} in place (line {each.lineno})"
+        return None
 
     def _is_debug_call(self, call: ast.Call) -> bool:
         if self._modules.dotted(call.func) in known.DEBUG_CALLS | known.PRINTERS:

@@ -51,6 +51,13 @@ class Modules:
             return None
         return ".".join([self._names[node.id], *reversed(parts)])
 
+    def surely(self, node: ast.expr) -> str | None:
+        """The same, None where the file gives the first name another meaning as well."""
+        first = node
+        while isinstance(first, ast.Attribute):
+            first = first.value
+        return self.dotted(node) if isinstance(first, ast.Name) and self.bound[first.id] == 1 else None
+
     def builtin(self, node: ast.expr) -> str | None:
         """The name of Python's own function, None if the file gives that name another meaning anywhere."""
         return node.id if isinstance(node, ast.Name) and not self.bound[node.id] else None

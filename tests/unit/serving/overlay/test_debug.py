@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from eagle3_serve.config import schema
 from eagle3_serve.config.schema import Config
 from eagle3_serve.core.errors import OverlayError, PreflightError
 from eagle3_serve.serving import preflight
@@ -340,6 +341,8 @@ def test_cuda_graphs_and_the_layer_exclude_each_other(config: Config, cache: Pat
         (False, {"--cuda_graph_backend_prefill": "disabled"}, None),
         (False, {"enable-piecewise-cuda-graph": True}, "engine.extra_args.enable-piecewise-cuda-graph"),
         (False, {"enable_piecewise_cuda_graph": False}, None),
+        (False, {"enable-breakable-cuda-graph": True}, "engine.extra_args.enable-breakable-cuda-graph"),
+        (False, {"cuda-graph-config": '{"decode": {}}'}, "engine.extra_args.cuda-graph-config"),
         (False, {"disable-prefill-cuda-graph": True}, None),
     ],
 )
@@ -349,6 +352,15 @@ def test_every_way_to_ask_for_graphs_is_seen(
     graph = config.engine.cuda_graph.model_copy(update={"enabled": enabled})
     configured = with_cache(config, cache, device="cuda", cuda_graph=graph, extra_args=extra)
     assert debug.configured_graphs(configured) == asks
+
+
+def test_what_the_tap_refuses_for_its_graphs_is_seen_here_too(config: Config, cache: Path) -> None:
+    graph = config.engine.cuda_graph.model_copy(update={"enabled": False})
+    names = [name for name in schema._NOT_UNDER_THE_TAP if "cuda-graph" in name]
+    assert len(names) >= 4
+    for name in names:
+        configured = with_cache(config, cache, device="cuda", cuda_graph=graph, extra_args={name: True})
+        assert debug.configured_graphs(configured) == f"engine.extra_args.{name}"
 
 
 def test_the_cpu_engine_has_no_graphs(config: Config, cache: Path) -> None:

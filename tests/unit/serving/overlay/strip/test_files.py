@@ -162,6 +162,19 @@ def test_what_is_no_file_is_an_error(tmp_path: Path, name: str) -> None:
         strip_file(tmp_path / name)
 
 
+@pytest.mark.timeout(20)
+def test_a_file_that_reading_would_wait_for_is_refused(tmp_path: Path) -> None:
+    fifo, good = tmp_path / "fifo.py", tmp_path / "good.py"
+    os.mkfifo(fifo)
+    good.write_text("print(1)\n")
+    with pytest.raises(OverlayError, match=r"cannot read .*fifo\.py: it is no regular file"):
+        strip_files([good, fifo])
+    with pytest.raises(OverlayError, match="it is no regular file"):
+        strip_file(good, against=fifo)
+    with pytest.raises(OverlayError, match="it is no regular file"):
+        strip_file(Path("/dev/zero"))
+
+
 def test_the_diff_shows_what_goes(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_bytes(b"x = 1\r\nprint(x)\r\ny = 2\r\n")
