@@ -95,7 +95,8 @@ def lossless(
         raise typer.BadParameter("--tree starts servers: a running one has the shape it was started with")
     question = Question(read_prompts(prompts, limit=limit), max_tokens, concurrency, seed, tie_gap)
     source = ConfigSource(config, sets or (), os.environ)
-    report = _run_lossless(source, question, (baseline_url, url), _shape(tree_shape) if tree else None)
+    shape = _shape(tree_shape)
+    report = _run_lossless(source, question, (baseline_url, url), shape if tree else None)
     if as_json:
         typer.echo(json.dumps(lossless_report.as_dict(report, question), indent=2))
     else:
@@ -129,6 +130,8 @@ def _shape(text: str) -> Shape:
         steps, topk, tokens = (int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--tree-shape {text} is not three whole numbers", remedy="as --tree-shape 3,4,8") from None
+    if topk < 2:
+        raise ConfigError(f"--tree-shape {text} is no tree: its TOPK is {topk}", remedy="as --tree-shape 3,4,8")
     return Shape(steps, topk, tokens)
 
 

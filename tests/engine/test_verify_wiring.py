@@ -134,6 +134,17 @@ def test_a_store_of_what_is_fed_passes(wrong: ServedStack, stores: dict[tuple[in
     assert report["trained_on"] == list(WRONG)
 
 
+def test_a_store_run_repeated_on_a_running_server_finds_every_token_computed_again(
+    wrong: ServedStack, stores: dict[tuple[int, ...], Path]
+) -> None:
+    for _ in range(2):
+        code, report, errors = attached(wrong, "--store", str(stores[WRONG]))
+        assert code == 0, errors
+        assert report is not None
+        assert report["prompt_tokens"] == {"sent": 40 + 49 + 103, "unseen": 0}
+        assert report["rows"]["prefill"] == 40 + 49 + 103
+
+
 def test_a_running_server_is_asked_only_with_its_admin_key(wrong: ServedStack) -> None:
     code, report, errors = verify("--url", wrong.base_url, EAGLE3_SERVE__GATEWAY__API_KEY=API_KEY)
     assert (code, report) == (19, None)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from eagle3_serve.core.errors import ConfigError
+from eagle3_serve.core.errors import ConfigError, ContractError
 from eagle3_serve.verify_cli import verify_app
 
 URL = "http://127.0.0.1:1"
@@ -45,6 +45,8 @@ def test_options_that_do_not_go_together_are_a_wrong_command_line(arguments: tup
     [
         (("lossless", "--tree", "--tree-shape", "3,4"), "three whole numbers"),
         (("lossless", "--tree", "--tree-shape", "3,4,99"), "at most"),
+        (("lossless", "--tree", "--tree-shape", "3,1,4"), "is no tree"),
+        (("lossless", "--tree-shape", "3,4"), "three whole numbers"),
         (("acceptance", "--against", "1,x,57"), "not a list of whole numbers"),
         (("lossless", "--prompts", "/nowhere/prompts.jsonl"), "/nowhere/prompts.jsonl"),
         (("acceptance", "--prompts", "/nowhere/prompts.jsonl"), "/nowhere/prompts.jsonl"),
@@ -57,6 +59,19 @@ def test_what_cannot_be_used_is_a_configuration_error_before_anything_starts(
     command, *options = arguments
     result = run(command, "--set", f"paths.run_dir={tmp_path}", *options)
     assert isinstance(result.exception, ConfigError)
+    assert message in result.exception.message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [("1,29", "2 hidden states"), ("1,29,99", "layer 99"), ("58,30,2", "not ascending"), ("1,1,2", "appears twice")],
+)
+def test_a_wiring_that_the_drafter_cannot_have_is_refused_before_anything_starts(
+    tmp_path: Path, layers: str, message: str
+) -> None:
+    result = run("acceptance", "--against", layers, "--set", f"paths.run_dir={tmp_path}")
+    assert isinstance(result.exception, ContractError)
     assert message in result.exception.message
     assert list(tmp_path.iterdir()) == []
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from eagle3_serve.core.checkpoint_files import read_config, text_config
 from eagle3_serve.core.client import Generation, ServerClient
+from eagle3_serve.core.contract import DrafterIds, resolve
 from eagle3_serve.core.errors import EngineRequestError, VerificationError
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.verify.arms import Load, Refusal, ask_all
@@ -22,6 +24,7 @@ from eagle3_serve.drafting.verify.prompts import PromptSet
 from eagle3_serve.drafting.verify.stacks import ConfigSource, Server, connect, served_facts, started
 
 if TYPE_CHECKING:
+    from eagle3_serve.config.schema import Config
     from eagle3_serve.drafting.verify.fed import Distance, Fed
 
 # SGLang's names, the newest first: 0.5.16 gives both, 0.5.9 the last one only.
@@ -202,19 +205,34 @@ class Report:
 async def verify_started(
     source: ConfigSource, question: Question, reporter: Reporter, *, against: Sequence[tuple[int, ...]] = ()
 ) -> Report:
-    """Serve the configured wiring, then each of `against` (layers by contract), one after the other."""
+    """Serve the configured wiring, then each of `against` (layers by contract), one after the other.
+
+    Raises what `launch` raises; for a wiring that this drafter cannot have, before anything starts.
+    """
     wirings = []
     # The tap shows what acceptance cannot, where there is something to compare.
     tap = ("tap.mode=probe",) if against else ()
     settings: list[tuple[str, ...]] = [()]
     settings += [(f"aux_layers.layers={list(layers)}", "aux_layers.convention=contract") for layers in against]
     resolved = [source.resolve("drafter.enabled=true", *tap, *each) for each in settings]
+    for each in resolved[1:]:
+        _check_wiring(each.config)
     for each in resolved:
         name = "as configured" if each is resolved[0] else f"layers {list(each.config.aux_layers.layers or ())}"
         async with started(each, reporter, name) as server:
             wirings.append(await _measure(server, name, each.config.drafter.num_steps, question, reporter))
             facts = served_facts(server)
     return make_report(wirings, question, facts)
+
+
+def _check_wiring(config: Config) -> None:
+    """Raise ContractError, or CheckpointError for a checkpoint that is not there."""
+    resolve(
+        layers=config.aux_layers.layers,
+        convention=config.aux_layers.convention,
+        drafter=DrafterIds.from_config(read_config(config.drafter.path)),
+        num_layers=int(text_config(read_config(config.target.path))["num_hidden_layers"]),
+    )
 
 
 async def verify_attached(server: Server, question: Question, reporter: Reporter) -> Report:

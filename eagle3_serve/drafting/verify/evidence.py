@@ -50,8 +50,8 @@ class Evidence:
     `states` [n, S, H]: all that was captured; `layers`: the S states by contract as the engine names them; `fed`: the
     columns that the drafter gets; `sequence`, `position`, `stage`: int64 [n]; `tokens`: of each sequence, prompt and
     what followed; `prompts`: lengths of the prompts; `sent`: the index, over all rounds, of the request that each
-    sequence is. `ranks_differ`: rank -> rows that differ from rank 0's; `unseen`: prompt tokens without a row;
-    `lost`: rows were overwritten.
+    sequence is. `ranks_differ`: rank -> rows that differ from rank 0's; `prompt_tokens`: that were sent, `unseen`:
+    those of them without a row; `lost`: rows were overwritten.
     """
 
     states: torch.Tensor
@@ -66,6 +66,7 @@ class Evidence:
     received: Received | None
     ranks_differ: dict[int, int]
     ranks: int
+    prompt_tokens: int
     unseen: int
     uncertain: int
     lost: bool
@@ -119,6 +120,7 @@ def gather(captures: Sequence[Capture], fed: Sequence[int] | None = None) -> Evi
         received=_join([each.received for each in rounds], _offsets([len(each.states) for each in rounds])),
         ranks_differ=_add([each.ranks_differ for each in rounds]),
         ranks=max(len(capture.snapshots) for capture in captures),
+        prompt_tokens=sum(len(sent.prompt) for capture in captures for sent in capture.sent),
         unseen=sum(sum(p.unseen(capture.sent).values()) for p, capture in zip(placements, captures, strict=True)),
         uncertain=sum(placement.uncertain for placement in placements),
         lost=any(_lost(capture) for capture in captures),

@@ -19,12 +19,12 @@ _SEE_MORE = "look in every layer: start the server with tap.layers: all, or let 
 _SEE_MORE += "--store, without --url)"
 _CHECK_STORE = "check that the store is of this very checkpoint, and how its states were taken; without --store the "
 _CHECK_STORE += "server is compared with transformers' own forward, which shows on which side the fault is"
-_FEW_ROWS_WRONG = "run it again with --limit 1: rows that are wrong only beside other requests are mixed up in batches; "
-_FEW_ROWS_WRONG += "rows that stay wrong speak against the reference, or the served files (`eagle3-serve patch verify`)"
+_FEW_ROWS_WRONG = "run it again with --limit 1: rows that are wrong only beside other requests are mixed up in "
+_FEW_ROWS_WRONG += (
+    "batches; if they stay wrong, check the reference, and the served files with `eagle3-serve patch verify`"
+)
 
 _CLEAR_MARGIN = 2.0
-# Fewer compared rows show little.
-LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,11 @@ def _partly_known(comparison: Comparison, *, sees_all: bool) -> str:
 def _state_remedy(state: StateResult, fix: str, *, sees_all: bool) -> str:
     """The engine is blamed only where the numbers show another state than the one that it reports. A store cannot show
     that: its states are looked for among those that the engine reports."""
-    if state.wanted_is is not None:
-        if state.wanted_is.kind == "nothing":
-            return _CHECK_STORE if sees_all else _SEE_MORE
-        if state.wanted_is.kind != "layer":
-            return _CHECK_STORE
-        return _FEW_ROWS_WRONG if state.wanted_is.label == state.captured else fix
+    stored = state.wanted_is
+    if stored is not None and stored.kind != "layer":
+        return _SEE_MORE if stored.kind == "nothing" and not sees_all else _CHECK_STORE
+    if state.found.label == state.captured and state.found.kind == "layer":
+        return _FEW_ROWS_WRONG if state.captured == _wanted_layer(state) else fix
     if state.found.kind == "nothing":
         return (
             "check that the reference is of this very checkpoint (weights, quantization), and with `eagle3-serve patch "
@@ -162,8 +161,6 @@ def _state_remedy(state: StateResult, fix: str, *, sees_all: bool) -> str:
         )
     if state.found.kind != "layer":
         return _ENGINE_FAULT
-    if state.found.label == state.captured:
-        return _FEW_ROWS_WRONG if state.found.label == state.wanted else fix
     return _ENGINE_FAULT if state.captured == state.wanted else f"{_ENGINE_FAULT}; then {fix}"
 
 
@@ -176,7 +173,7 @@ def _sentence(state: StateResult) -> str:
     if state.found.kind == "layer" and state.found.label == state.captured == _wanted_layer(state):
         far = sum(state.errors[kind].outliers for kind in state.stage_faults)
         rows = sum(state.errors[kind].rows for kind in state.stage_faults)
-        return f"{subject}, as it should be, but {far} of {rows} rows are far away from it"
+        return f"{subject} in most rows, as it should be, but {far} of {rows} are far away from it"
     trained = name(state.wanted)
     if state.wanted_is is not None:
         trained += f", which is {state.wanted_is.words}"

@@ -15,7 +15,7 @@ from eagle3_serve.config.schema import Config
 from eagle3_serve.core.checkpoint_files import read_config, text_config
 from eagle3_serve.core.client import Messages
 from eagle3_serve.core.contract import EMBEDDING, DrafterIds, known_convention
-from eagle3_serve.core.errors import CheckpointError, ConfigError, ContractError, EngineRequestError, VerificationError
+from eagle3_serve.core.errors import CheckpointError, ConfigError, ContractError, EngineRequestError
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.verify.evidence import Capture, Evidence, gather
 from eagle3_serve.drafting.verify.explain import Settings
@@ -28,6 +28,7 @@ from eagle3_serve.drafting.verify.wiring_report import WiringReport, judge
 
 _SMALL_CHUNK = 512
 _LEAST_PROMPT = 8
+_LEAST_ROWS = 8  # fewer rows show little
 _RUN_FILE = "run.yaml"
 _CONFIGURED = "the server's configuration alone"
 _NOT_PROVEN = (
@@ -119,12 +120,25 @@ def prepare(config: Config, question: Question) -> Work:
     trained = trained_on(question, drafter, config.target.path)
     if question.store is not None:
         stored, warnings = read_store(question.store, limit=question.limit, most_tokens=most)
+        _require_fit(stored, drafter.states, text_config(read_config(config.target.path)).get("hidden_size"))
         prompts = [row.tokens for row in stored]
         return Work(question, config, drafter, prompts, trained, stored=stored, warnings=warnings)
     model = TargetModel.check(config.target.path)
     conversations = question.prompts.prompts if question.prompts is not None else ()
     prompts = [ids[:most] for ids in _tokenized(config, conversations[: question.limit])]
     return Work(question, config, drafter, prompts, trained, model)
+
+
+def _require_fit(stored: Sequence[StoredRow], states: int, hidden: object) -> None:
+    """Raise ConfigError for a store of another target, or with fewer states a token than the drafter takes."""
+    for row in stored:
+        _, have, width = row.states.shape
+        if have < states or width != hidden:
+            raise ConfigError(
+                f"the store's row {row.row} has {have} states of {width} values a token; the drafter takes {states} of "
+                f"the target's {hidden}",
+                remedy="--store is to be of this very target and drafter",
+            )
 
 
 def _tokenized(config: Config, conversations: Sequence[Messages]) -> list[tuple[int, ...]]:
@@ -172,9 +186,10 @@ def in_rounds(costs: Sequence[int], rows: int) -> list[list[int]]:
 async def conclude(
     captures: Sequence[Capture], work: Work, contract: tuple[int, ...] | None, reporter: Reporter
 ) -> WiringReport:
-    """Reference and comparison. `contract`: the layers that the server was told. Raises VerificationError where they
-    cannot be compared at all."""
+    """Reference and comparison. `contract`: the layers that the server was told. Raises EngineRequestError where there
+    are too few rows, ConfigError where the two cannot be compared at all."""
     evidence = gather(captures)
+    _require_rows(evidence, work)
     reporter.stage("the reference and the comparison", 0)
     reference = await asyncio.to_thread(_reference, work, evidence)
     trained = work.trained or TrainedOn(contract or evidence.fed_layers, _CONFIGURED)
@@ -192,9 +207,20 @@ async def conclude(
             more_warnings=(*work.warnings, *_contradiction(work), *([] if work.trained else [_NOT_PROVEN])),
         )
     except ValueError as error:
-        raise VerificationError(
+        raise ConfigError(
             f"nothing to compare: {error}", remedy="is the reference of this very target and drafter?"
         ) from error
+
+
+def _require_rows(evidence: Evidence, work: Work) -> None:
+    """A store has rows for prompts alone, so a server that had most of them in its prefix cache shows too little."""
+    seen = evidence.prompt_tokens - evidence.unseen
+    if work.stored and seen < min(_LEAST_ROWS, evidence.prompt_tokens):
+        raise EngineRequestError(
+            f"only {seen} of {evidence.prompt_tokens} prompt tokens left a row in the tap: too few to compare",
+            remedy="restart the server, or empty its prefix cache (POST /flush_cache of SGLang, while nothing runs), "
+            "and let nobody else use it meanwhile",
+        )
 
 
 def trained_on(question: Question, drafter: DrafterIds, target: Path) -> TrainedOn | None:

@@ -20,7 +20,7 @@ from eagle3_serve.drafting.verify.table import table
 class WiringReport:
     """`trained_on`: the layers that the drafter was trained on, by contract, if known, and `trained_on_source` who says
     so; `received_rows`: rows in which what the drafter received was held against what the target captured, bit for bit;
-    `ranks`: how many ranks were compared."""
+    `ranks`: how many ranks were compared; `prompt_tokens`: that were sent, `unseen`: those of them without a row."""
 
     comparison: Comparison
     trained_on: tuple[int, ...] | None
@@ -29,6 +29,8 @@ class WiringReport:
     received_rows: int
     received_equal: int
     ranks: int
+    prompt_tokens: int
+    unseen: int
     faults: tuple[Fault, ...]
     warnings: tuple[str, ...]
 
@@ -50,6 +52,7 @@ class WiringReport:
             "rows": self.comparison.rows,
             "received": {"rows": self.received_rows, "bit_equal": self.received_equal},
             "ranks": self.ranks,
+            "prompt_tokens": {"sent": self.prompt_tokens, "unseen": self.unseen},
             "example": {"request": self.comparison.example[0], "position": self.comparison.example[1]},
             "states": [_state_dict(state) for state in self.comparison.states],
             "faults": [asdict(fault) for fault in self.faults],
@@ -57,12 +60,14 @@ class WiringReport:
         }
 
     def headline(self) -> str:
-        """One sentence, and the basis it stands on."""
+        """One sentence, and the basis it stands on: also how narrow, where most of the prompts left no row."""
+        seen = self.prompt_tokens - self.unseen
+        basis = f"; this rests on only {seen} of {self.prompt_tokens} prompt tokens" if seen < self.unseen else ""
         if self.ok:
             gets = AuxLayers(self.captured) if list(self.captured) == sorted(set(self.captured)) else self.captured
-            return f"the drafter gets {gets}: what it was trained on, according to {self.trained_on_source}"
+            return f"the drafter gets {gets}: what it was trained on, according to {self.trained_on_source}{basis}"
         more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
-        return f"{self.faults[0].sentence}{more}"
+        return f"{self.faults[0].sentence}{more}{basis}"
 
     def render(self) -> str:
         """A table, the first values, what limits it, the faults with remedies and the verdict."""
@@ -120,6 +125,8 @@ def judge(
         received_rows=len(received.rows) if received is not None else 0,
         received_equal=int(received.equal.all(dim=-1).sum()) if received is not None else 0,
         ranks=evidence.ranks,
+        prompt_tokens=evidence.prompt_tokens,
+        unseen=evidence.unseen,
         faults=tuple(explain(evidence, comparison, settings, tp_size=tp_size, needs_drafter=needs_drafter)),
         warnings=(*more_warnings, *warnings(evidence, comparison)),
     )

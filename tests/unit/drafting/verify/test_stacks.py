@@ -77,6 +77,38 @@ async def test_a_refused_key_is_an_error_that_says_where_keys_go() -> None:
     assert "hunter2" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (401, "EAGLE3_SERVE__GATEWAY__API_KEY"),
+        (403, "EAGLE3_SERVE__GATEWAY__API_KEY"),
+        (404, "the address must be that of a gateway"),
+        (429, "wait until GET /ready answers 200"),
+        (503, "wait until GET /ready answers 200"),
+        (500, "its log says more"),
+        (502, "its log says more"),
+        (400, "what the server does not take"),
+    ],
+)
+async def test_each_status_has_its_own_remedy(status: int, remedy: str) -> None:
+    async with scripted_upstream() as upstream:
+        upstream.on("/v1/models", lambda _, answering: answering.json(status, {"error": {"message": "no"}}))
+        with pytest.raises(EngineRequestError, match=f"answered {status}") as error:
+            await attached(upstream.url, GatewayKeys())
+    assert remedy in error.value.remedy
+    assert ("KEY" in error.value.remedy) == (status in (401, 403))
+
+
+async def test_a_web_server_of_another_kind_is_no_server_to_attach_to() -> None:
+    async with scripted_upstream() as upstream:
+        upstream.on(
+            "/v1/models", lambda _, answering: answering.whole(200, b"<html>", (("content-type", "text/html"),))
+        )
+        with pytest.raises(EngineRequestError, match="names no model") as error:
+            await attached(upstream.url, GatewayKeys())
+    assert "without a path" in error.value.remedy
+
+
 async def test_a_stack_that_cannot_start_raises_what_a_launch_raises(tmp_path: Path) -> None:
     source = ConfigSource(None, (f"target.path={tmp_path}/none", f"paths.run_dir={tmp_path}"), {})
     with pytest.raises(CheckpointError, match="none"):

@@ -76,6 +76,14 @@ def test_an_engine_that_captures_another_layer_than_it_says_is_no_matter_of_sett
     assert "fault of the engine" in fault.remedy
 
 
+def test_an_engine_whose_layer_is_neither_the_one_it_reports_nor_the_wanted_one_is_blamed_first() -> None:
+    lying = replace(evidence((0, 3, 6)), layers=(2, 3, 6))
+    (fault,) = explain(lying, judged(lying), Settings(layers=(2, 3, 6), convention="contract"))
+    assert "the engine says that it is the output of layer 2" in fault.sentence
+    assert "fault of the engine" in fault.remedy
+    assert "then set aux_layers.layers to [1, 3, 6]" in fault.remedy
+
+
 def test_without_decode_steps_the_report_says_that_only_prefill_was_compared() -> None:
     server = served([])
     server.prefill((1, SENT[0].prompt))

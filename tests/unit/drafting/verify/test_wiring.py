@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
@@ -13,17 +15,19 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3_serve.config.resolve import load_config
+from eagle3_serve.core.checkpoint_files import read_config, text_config
 from eagle3_serve.core.contract import Convention, DrafterIds
-from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestError, VerificationError
+from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestError
 from eagle3_serve.core.reporter import PlainReporter
 from eagle3_serve.drafting.verify.prompts import read_prompts
 from eagle3_serve.drafting.verify.sequences import Sent
 from eagle3_serve.drafting.verify.stacks import ConfigSource
 from eagle3_serve.drafting.verify.wiring import Question, in_rounds, prepare, trained_on, verify_attached
 from tests.support.scripted_upstream import Answering, Received, ScriptedUpstream, scripted_upstream
-from tests.unit.drafting.verify.synthetic_tap import AUX, LAYERS, TapServer, true_states, write_snapshot
+from tests.unit.drafting.verify.synthetic_tap import AUX, HIDDEN, LAYERS, TapServer, true_states, write_snapshot
 
 TARGET = Path(__file__).resolve().parents[4] / "models" / "tiny-kimi" / "target"
+Source = Callable[..., ConfigSource]
 KEYS = {"EAGLE3_SERVE__GATEWAY__API_KEY": "user-key", "EAGLE3_SERVE__GATEWAY__ADMIN_KEY": "admin-key"}
 CONFIG = Path(__file__).resolve().parents[4] / "configs" / "tiny-cpu.yaml"
 
@@ -86,7 +90,8 @@ def test_layers_that_the_drafter_cannot_have_been_trained_on_are_refused(said: t
 
 @dataclass
 class ToyGateway:
-    """Our gateway's routes over a synthetic tap. `answers`: what follows each prompt; `info`: of /internal/info."""
+    """Our gateway's routes over a synthetic tap. `answers`: what follows each prompt; `cached`: all but the last
+    token of a prompt is known from before."""
 
     directory: Path
     tap: TapServer = field(default_factory=lambda: TapServer(tuple(range(-1, LAYERS)), AUX))
@@ -94,6 +99,7 @@ class ToyGateway:
     tap_is_on: bool = True
     layers: tuple[int, ...] | None = AUX
     slots: int = 0
+    cached: bool = False
 
     def attach(self, upstream: ScriptedUpstream) -> None:
         upstream.on("/v1/models", lambda _, answering: answering.json(200, {"data": [{"id": "toy"}]}))
@@ -125,7 +131,7 @@ class ToyGateway:
         answer = [(sum(prompt) + step) % 90 for step in range(body["max_tokens"])]
         self.slots += 1
         tokens = [*prompt, *answer]
-        self.tap.prefill((self.slots, tokens), end=len(prompt))
+        self.tap.prefill((self.slots, tokens), start=len(prompt) - 1 if self.cached else 0, end=len(prompt))
         for root in range(len(prompt), len(tokens), 4):
             self.tap.verify(self.slots, tokens, root, tokens[root + 1 : root + 4])
         await asyncio.sleep(0)
@@ -144,13 +150,23 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def source(path: Path | None = CONFIG, **environ: str) -> ConfigSource:
-    return ConfigSource(path, ("tap.rows=100",), environ or KEYS)
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    """The shipped configuration, but a target as wide as the toy's states."""
+    config = dict(read_config(TARGET))
+    config["text_config"] = dict(text_config(config)) | {"hidden_size": HIDDEN}
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+
+    def make(path: Path | None = CONFIG, **environ: str) -> ConfigSource:
+        return ConfigSource(path, ("tap.rows=100", f"target.path={tmp_path}/target"), environ or KEYS)
+
+    return make
 
 
 @pytest.mark.parametrize("token_ids", [True, False], ids=["SGLang gives token ids", "it does not"])
 async def test_a_running_gateway_is_verified_against_a_store_in_rounds(
-    tmp_path: Path, store: Path, token_ids: bool
+    tmp_path: Path, store: Path, source: Source, token_ids: bool
 ) -> None:
     toy = ToyGateway(tmp_path, token_ids=token_ids)
     async with scripted_upstream() as upstream:
@@ -164,7 +180,9 @@ async def test_a_running_gateway_is_verified_against_a_store_in_rounds(
     assert report.received_rows >= 13 + 14 + 15
 
 
-async def test_a_gateway_that_feeds_other_layers_than_the_store_is_found_out(tmp_path: Path, store: Path) -> None:
+async def test_a_gateway_that_feeds_other_layers_than_the_store_is_found_out(
+    tmp_path: Path, store: Path, source: Source
+) -> None:
     toy = ToyGateway(tmp_path, TapServer(tuple(range(-1, LAYERS)), (0, 2, 5)))
     async with scripted_upstream() as upstream:
         toy.attach(upstream)
@@ -186,9 +204,9 @@ async def test_a_gateway_that_feeds_other_layers_than_the_store_is_found_out(tmp
     ids=["without the admin key", "with the tap off", "without a drafter"],
 )
 async def test_a_server_that_cannot_be_verified_says_what_it_lacks(
-    tmp_path: Path, store: Path, change: dict[str, bool], environ: dict[str, str], says: tuple[str, str]
+    store: Path, source: Source, change: dict[str, Any], environ: dict[str, str], says: tuple[str, str]
 ) -> None:
-    toy = replace(ToyGateway(tmp_path), **change)
+    toy = replace(ToyGateway(store), **change)
     async with scripted_upstream() as upstream:
         toy.attach(upstream)
         with pytest.raises(EngineRequestError, match=says[0]) as caught:
@@ -197,7 +215,7 @@ async def test_a_server_that_cannot_be_verified_says_what_it_lacks(
     assert "admin-key" not in str(caught.value)
 
 
-async def test_a_server_of_another_machine_needs_its_configuration(tmp_path: Path, store: Path) -> None:
+async def test_a_server_of_another_machine_needs_its_configuration(tmp_path: Path, store: Path, source: Source) -> None:
     toy = ToyGateway(tmp_path)
     async with scripted_upstream() as upstream:
         toy.attach(upstream)
@@ -206,15 +224,53 @@ async def test_a_server_of_another_machine_needs_its_configuration(tmp_path: Pat
     assert "--config" in caught.value.remedy
 
 
-async def test_a_store_of_another_model_is_refused(tmp_path: Path, store: Path) -> None:
-    tokens = torch.arange(5, 18)
-    sample = {"hidden_states": torch.zeros(13, 4, 7), "token_ids": tokens}
-    save_file(sample, store / "hidden_states" / "hs_0.safetensors")
+@pytest.mark.parametrize(("states", "width"), [(4, 7), (2, HIDDEN)], ids=["another width", "too few states"])
+async def test_a_store_of_another_model_is_refused_before_the_server_is_asked_anything(
+    tmp_path: Path, store: Path, source: Source, states: int, width: int
+) -> None:
+    sample = {"hidden_states": torch.zeros(13, states, width), "token_ids": torch.arange(5, 18)}
+    save_file(sample, store / "hidden_states" / "hs_1.safetensors")
     toy = ToyGateway(tmp_path)
     async with scripted_upstream() as upstream:
         toy.attach(upstream)
-        with pytest.raises(VerificationError, match="states have 7 values, those of the server 32"):
+        with pytest.raises(ConfigError, match=f"row 1 has {states} states of {width} values a token") as caught:
             await verify_attached(upstream.url, source(), question(store), PlainReporter())
+        assert upstream.requests("/v1/completions") == []
+    assert "--store" in caught.value.remedy
+
+
+async def test_every_prompt_is_sent_with_a_salt_of_its_own_so_that_no_prefix_is_cached(
+    tmp_path: Path, store: Path, source: Source
+) -> None:
+    toy = ToyGateway(tmp_path)
+    async with scripted_upstream() as upstream:
+        toy.attach(upstream)
+        await verify_attached(upstream.url, source(), question(store), PlainReporter())
+        salts = [json.loads(request.body)["cache_salt"] for request in upstream.requests("/v1/completions")]
+    assert len(set(salts)) == 3
+    assert all(salts)
+
+
+async def test_a_store_whose_prompts_were_all_cached_is_no_verdict_but_an_error(
+    tmp_path: Path, store: Path, source: Source
+) -> None:
+    toy = ToyGateway(tmp_path, cached=True)
+    async with scripted_upstream() as upstream:
+        toy.attach(upstream)
+        with pytest.raises(EngineRequestError, match="only 3 of 42 prompt tokens left a row") as caught:
+            await verify_attached(upstream.url, source(), question(store), PlainReporter())
+    assert "flush_cache" in caught.value.remedy
+
+
+async def test_a_server_that_still_loads_says_to_wait(tmp_path: Path, store: Path, source: Source) -> None:
+    toy = ToyGateway(tmp_path)
+    async with scripted_upstream() as upstream:
+        toy.attach(upstream)
+        upstream.on("/v1/models", lambda _, answering: answering.json(503, {"error": {"code": "engine_unavailable"}}))
+        with pytest.raises(EngineRequestError, match="answered 503") as caught:
+            await verify_attached(upstream.url, source(), question(store), PlainReporter())
+    assert "wait until GET /ready answers 200" in caught.value.remedy
+    assert "KEY" not in caught.value.remedy
 
 
 def test_sent_requests_know_their_whole_text() -> None:

@@ -322,6 +322,71 @@ def test_a_store_of_layers_that_the_tap_does_not_see_says_how_to_see_them() -> N
     assert "tap.layers" in found.faults[0].remedy
 
 
+def test_a_store_of_which_one_state_is_not_among_the_captured_blames_no_engine() -> None:
+    found = report(served(SENT).snapshot(), store=(-1, 1, 3), settings=Settings(layers=AUX, convention="contract"))
+    assert len(found.faults) == 3
+    assert "tap.layers: all" in found.faults[0].remedy
+    assert "--config and --store, without --url" in found.faults[0].remedy
+    for fault in found.faults[1:]:
+        assert fault.remedy.startswith(
+            "state 1 of the store is the output of layer 1, state 2 of the store is the output of layer 3: "
+            "aux_layers.layers must have them in these places. What state 0 of the store should be is not known yet"
+        )
+        assert "tap.layers: all" in fault.remedy
+    assert not any("fault of the engine" in fault.remedy for fault in found.faults)
+
+
+def test_the_same_store_beside_every_layer_names_the_setting() -> None:
+    found = report(served(SENT, capture=ALL, fed=AUX).snapshot(), store=(-1, 1, 3))
+    assert {fault.remedy for fault in found.faults} == {
+        "set aux_layers.layers to [-1, 1, 3] and aux_layers.convention to contract"
+    }
+
+
+@pytest.mark.parametrize("store", [(2, 3, 6), (1, 3, 7), (-1, 0, 2), (3, 6, 7)])
+@pytest.mark.parametrize("capture", [AUX, ALL], ids=["aux", "all"])
+def test_a_store_alone_never_blames_the_engine(store: tuple[int, ...], capture: tuple[int, ...]) -> None:
+    found = report(served(SENT, capture=capture, fed=AUX).snapshot(), store=store)
+    assert found.faults
+    assert not any("fault of the engine" in fault.remedy for fault in found.faults)
+
+
+def test_a_store_of_something_else_than_layers_is_to_be_checked_itself() -> None:
+    evidence = gather([Capture([served(SENT, capture=ALL, fed=AUX).snapshot()], SENT, 0)])
+    states = {index: true_states(SENT[index].tokens)[:, [2, 4, 7, 8]] for index in evidence.sent}
+    for values in states.values():
+        values[:, 1] = torch.nn.functional.rms_norm(values[:, 1], (HIDDEN,))
+    found = judge(evidence, Reference(states, None, "a store"), None, "a test")
+    assert "in direction but not in length" in sentences(found)[0]
+    assert "how its states were taken" in found.faults[0].remedy
+    assert "fault of the engine" not in found.faults[0].remedy
+
+
+def test_rows_far_away_among_right_ones_are_counted_and_the_engine_is_not_blamed_yet() -> None:
+    def far(states: torch.Tensor, rows: Rows) -> torch.Tensor:
+        wrong = (rows.mode == PREFILL).nonzero().flatten()[[3, 9, 20]]
+        states[wrong, 2] *= 1.6
+        return states
+
+    found = report(changed(far), dtype=torch.bfloat16)
+    assert sentences(found) == [
+        "in prefill rows, while decode and draft rows are right, state 2 is the output of layer 6 in most rows, as it "
+        "should be, but 3 of 39 are far away from it"
+    ]
+    assert "--limit 1" in found.faults[0].remedy
+
+
+def test_a_verdict_on_a_small_part_of_the_prompts_says_so() -> None:
+    server = served([])
+    for slot, sent in enumerate(SENT, start=1):
+        server.prefill((slot, sent.tokens), start=8, end=len(sent.prompt))
+    found = report(server.snapshot())
+    assert sentences(found) == []
+    assert found.headline().endswith("according to a test; this rests on only 15 of 39 prompt tokens")
+    assert found.as_dict()["prompt_tokens"] == {"sent": 39, "unseen": 24}
+    assert "this rests on" not in report(served(SENT).snapshot()).headline()
+
+
 def test_two_references_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="not 3 layers"):
         report(served(SENT).snapshot(), trained_on=(1, 3))
