@@ -13,15 +13,21 @@ from eagle3_serve.drafting.verify.evidence import Evidence, Received
 from eagle3_serve.drafting.verify.search import Basis, Identity, Label, identify, name
 from eagle3_serve.drafting.verify.states import Comparison, StateResult
 
-_ENGINE_FAULT = "this is a fault of the engine or of its patches, not of a setting: `eagle3-serve patch verify` says "
-_ENGINE_FAULT += "whether the served files are the known ones"
-_SEE_MORE = "look in every layer: start the server with tap.layers: all, or let this command start it (--config and "
-_SEE_MORE += "--store, without --url)"
-_CHECK_STORE = "check that the store is of this very checkpoint, and how its states were taken; without --store the "
-_CHECK_STORE += "server is compared with transformers' own forward, which shows on which side the fault is"
-_FEW_ROWS_WRONG = "run it again with --limit 1: rows that are wrong only beside other requests are mixed up in "
-_FEW_ROWS_WRONG += (
-    "batches; if they stay wrong, check the reference, and the served files with `eagle3-serve patch verify`"
+_ENGINE_FAULT = (
+    "this is a fault of the engine or of its patches, not of a setting: `eagle3-serve patch verify` says whether the "
+    "served files are the known ones"
+)
+_SEE_MORE = (
+    "look in every layer: start the server with tap.layers: all, or let this command start it (--config and --store, "
+    "without --url)"
+)
+_CHECK_STORE = (
+    "check that the store is of this very checkpoint, and how its states were taken; without --store the server is "
+    "compared with transformers' own forward, which shows on which side the fault is"
+)
+_FEW_ROWS_WRONG = (
+    "run it again with --limit 1: rows that are wrong only beside other requests are mixed up in batches; if they stay "
+    "wrong, check the reference, and the served files with `eagle3-serve patch verify`"
 )
 
 _CLEAR_MARGIN = 2.0
