@@ -1,15 +1,12 @@
-"""EAGLE-3 drafter checkpoints: read, check, convert between layouts, write.
+"""An EAGLE-3 drafter in memory: read, check, write. Tensors have SGLang's names (see `layouts`).
 
-In memory tensors have SGLang's names (`midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`, `t2d`). On disk the one
-decoder layer may also be called `layers.0`. A checkpoint of the training library `speculators` has that name too,
-holds copies of the target's tensors, and names aux layers by their inputs.
+For a conversion on disk, with its checks and provenance, see `convert`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,36 +15,22 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from eagle3_serve.core.checkpoint_files import read_config, read_tensors
-from eagle3_serve.core.contract import AuxLayers, Convention
+from eagle3_serve.core.contract import AuxLayers
 from eagle3_serve.core.errors import CheckpointError
 from eagle3_serve.core.files import write_atomic, write_json_atomic
+from eagle3_serve.drafting.draft.layouts import (
+    ARCHITECTURE,
+    EMBEDDING,
+    Layout,
+    canonical,
+    eagle_config,
+    expected_shapes,
+    spelled,
+)
+from eagle3_serve.drafting.draft.speculators import refuse_what_sglang_does_not_compute, sglang_config
 from eagle3_serve.drafting.draft.vocab import DraftVocab
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-_EMBEDDING = "embed_tokens.weight"
-# Of a `speculators` configuration's transformer_layer_config; the rest is derived or must be absent.
-_LAYER_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "vocab_size",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "hidden_act",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-)
-
-
-class Layout(StrEnum):
-    """How the decoder layer is called on disk; SGLang reads both."""
-
-    MIDLAYER = "midlayer"
-    LAYERS_0 = "layers.0"
+__all__ = ["ARCHITECTURE", "Drafter", "Layout", "eagle_config", "expected_shapes", "load_tensors"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +69,7 @@ class Drafter:
         `states`: how many aux hidden states it is fed.
         """
         expected = expected_shapes(self.config, states)
-        missing = sorted(expected.keys() - self.weights.keys() - {_EMBEDDING})
+        missing = sorted(expected.keys() - self.weights.keys() - {EMBEDDING})
         if missing:
             raise CheckpointError(f"the drafter has no tensor {', '.join(missing)}", remedy="complete the checkpoint")
         unknown = sorted(self.weights.keys() - expected.keys() - {"d2t", "t2d"})
@@ -114,7 +97,7 @@ class Drafter:
                 f"{directory} is no {ARCHITECTURE}: its config says {config.get('architectures')}",
                 remedy="convert a checkpoint of the training library first",
             )
-        return cls(config, _canonical(_load(directory)))
+        return cls(config, canonical(load_tensors(directory)))
 
     @classmethod
     def from_speculators(cls, directory: Path, aux_layers: AuxLayers) -> Self:
@@ -124,19 +107,9 @@ class Drafter:
         CheckpointError for that and for options that SGLang does not compute.
         """
         trained = read_config(directory)
-        layer = trained.get("transformer_layer_config") or {}
-        if trained.get("speculators_model_type") != "eagle3" or layer.get("model_type") != "llama":
-            raise CheckpointError(f"{directory} is no EAGLE-3 drafter of speculators with a llama layer")
-        if trained.get("norm_before_residual"):
-            raise CheckpointError(
-                "the drafter keeps a normed residual, which SGLang does not compute",
-                remedy="train with --no-norm-before-residual",
-            )
-        if "sliding_attention" in (layer.get("layer_types") or []):
-            raise CheckpointError(
-                "the drafter's layer attends over a sliding window, which SGLang ignores",
-                remedy="train with full attention on every layer",
-            )
+        if trained.get("speculators_model_type") != "eagle3":
+            raise CheckpointError(f"{directory} is no EAGLE-3 drafter of speculators")
+        refuse_what_sglang_does_not_compute(trained)
         ids = tuple(trained.get("eagle_aux_hidden_state_layer_ids") or ())
         if ids != aux_layers.speculators_ids:
             raise CheckpointError(
@@ -145,11 +118,10 @@ class Drafter:
             )
         own = {
             name: tensor
-            for name, tensor in _load(directory).items()
-            if not name.startswith("verifier_") and name != _EMBEDDING  # the target's
+            for name, tensor in load_tensors(directory).items()
+            if not name.startswith("verifier_") and name != EMBEDDING  # the target's
         }
-        weights = _canonical(own)
-        config = _serving_config(trained, layer, aux_layers)
+        config, weights = sglang_config(trained, aux_layers), canonical(own)
         drafter = cls(config, weights)
         drafter.check(states=len(aux_layers))
         return drafter
@@ -157,84 +129,15 @@ class Drafter:
     def write(self, directory: Path, *, layout: Layout = Layout.MIDLAYER) -> None:
         """Write bf16 weights and config.json, each whole or not at all, the config last."""
         weights = {
-            name.replace("midlayer.", f"{layout}.", 1): tensor.to(_stored_dtype(tensor)).contiguous()
-            for name, tensor in self.weights.items()
+            name: tensor.to(_stored_dtype(tensor)).contiguous()
+            for name, tensor in spelled(self.weights, layout).items()
         }
         write_atomic(directory / "model.safetensors", save(weights, metadata={"format": "pt"}))
         write_json_atomic(directory / "config.json", dict(self.config))
 
 
-def expected_shapes(config: Mapping[str, Any], states: int) -> dict[str, tuple[int, ...]]:
-    """Name to shape of the tensors of a drafter with this config; only the embedding may be left to the target."""
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    heads = int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    query, key = heads * head_dim, int(config.get("num_key_value_heads") or heads) * head_dim
-    vocabulary = int(config.get("draft_vocab_size") or config["vocab_size"])
-    width = int(config.get("target_hidden_size") or hidden)
-    fed = states * width
-    shapes: dict[str, tuple[int, ...]] = {
-        _EMBEDDING: (int(config["vocab_size"]), width),
-        "fc.weight": (hidden, fed),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-        # the layer reads the token's embedding and the hidden state side by side
-        "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (key, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (key, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, query),
-        "midlayer.mlp.gate_proj.weight": (inner, hidden),
-        "midlayer.mlp.up_proj.weight": (inner, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, inner),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-    }
-    if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(states)}
-    if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (fed,)
-    return shapes
-
-
-def _serving_config(trained: Mapping[str, Any], layer: Mapping[str, Any], aux_layers: AuxLayers) -> dict[str, Any]:
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        **{name: layer[name] for name in _LAYER_FIELDS},
-        "rope_theta": layer["rope_parameters"]["rope_theta"],  # SGLang's releases read one spelling or the other
-        "draft_vocab_size": trained["draft_vocab_size"],
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "norm_output": bool(trained.get("norm_output")),
-        "norm_before_fc": bool(trained.get("norm_before_fc")),
-        "fc_norm": bool(trained.get("fc_norm")),
-        "eagle_config": eagle_config(aux_layers),
-    }
-
-
-def eagle_config(aux_layers: AuxLayers) -> dict[str, Any]:
-    """The drafter's `eagle_config`: its layers by contract, and saying so, since each release reads ids its own way."""
-    return {
-        "eagle_aux_hidden_state_layer_ids": list(aux_layers.outputs),
-        "eagle_aux_hidden_state_convention": str(Convention.CONTRACT),
-        "use_aux_hidden_state": True,
-    }
-
-
-def _canonical(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    renamed = {}
-    for name, tensor in weights.items():
-        plain = name.removeprefix("model.")
-        renamed[plain.replace(f"{Layout.LAYERS_0}.", "midlayer.", 1) if plain.startswith("layers.0.") else plain] = (
-            tensor
-        )
-    if len(renamed) != len(weights):
-        raise CheckpointError("the drafter's checkpoint has one tensor under two names (midlayer and layers.0)")
-    return renamed
-
-
-def _load(directory: Path) -> dict[str, torch.Tensor]:
+def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors, by the names in the files. Raises CheckpointError for a file that is missing or cut short."""
     by_file: dict[Path, list[str]] = {}
     for name, info in read_tensors(directory).items():
         by_file.setdefault(info.file, []).append(name)
