@@ -35,28 +35,9 @@ def held_out_acceptance(stack: ServedStack) -> float:
     return found.accept_length
 
 
-@pytest.fixture(scope="module")
-def right_wiring(served: ServedStack) -> float:
-    return held_out_acceptance(served)
-
-
-def test_held_out_prompts_accept_at_least_1_8_tokens_a_verify_step(right_wiring: float) -> None:
-    assert right_wiring >= 1.8
-
-
-def test_the_embedding_fed_first_serves_without_an_error_and_accepts_clearly_less(
-    right_wiring: float, tmp_path: Path
-) -> None:
-    """The fault that nothing reports, made on purpose: only the launcher's warning and the figure show it."""
-    with Launcher(tmp_path, "--set", "aux_layers.layers=[-1,2,30]") as launcher:
-        stack = launcher.wait_ready()
-        headers = {"Authorization": f"Bearer {stack.admin_key}"}
-        info = httpx.get(f"{stack.base_url}/internal/info", headers=headers, trust_env=False).json()
-        wrong = held_out_acceptance(stack)
-        launcher.stop()
-    assert info["engine"]["capture-rank0"]["layers"] == [-1, 2, 30]
-    assert [event for event in launcher.events if event["event"] == "warning" and "other layers" in str(event["text"])]
-    assert wrong < right_wiring - 0.5
+def test_held_out_prompts_accept_at_least_1_8_tokens_a_verify_step(served: ServedStack) -> None:
+    """Beside deliberately wrong wirings: test_verify_acceptance.py."""
+    assert held_out_acceptance(served) >= 1.8
 
 
 @pytest.mark.parametrize(("proposes", "expected"), [(TOKEN, STEPS + 1), (TOKEN + 1, 1)])
