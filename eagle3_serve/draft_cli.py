@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from eagle3_serve.cli_layers import parse_layers
+
 if TYPE_CHECKING:
     from eagle3_serve.config.schema import AuxLayersConfig
     from eagle3_serve.drafting.draft.check import Checked
@@ -115,7 +117,7 @@ def convert(
     from eagle3_serve.drafting.draft.convert import Request, convert_draft  # noqa: PLC0415
     from eagle3_serve.drafting.draft.layouts import Goal  # noqa: PLC0415
 
-    done = convert_draft(Request(source, destination, Goal(to), target, _layers(layers), convention))
+    done = convert_draft(Request(source, destination, Goal(to), target, parse_layers(layers, "--layers"), convention))
     if as_json:
         typer.echo(json.dumps(done.as_dict(), indent=2))
         return
@@ -169,13 +171,4 @@ def render_findings(found: list[Checked]) -> str:
 def _aux_layers(layers: str | None, convention: str) -> AuxLayersConfig:
     from eagle3_serve.config.schema import AuxLayersConfig  # noqa: PLC0415
 
-    return AuxLayersConfig.model_validate({"layers": _layers(layers), "convention": convention})
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--layers {text} is not a list of layers like 2,30,58") from None
+    return AuxLayersConfig.model_validate({"layers": parse_layers(layers, "--layers"), "convention": convention})

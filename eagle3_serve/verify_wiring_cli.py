@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eagle3_serve.cli_layers import parse_layers
 from eagle3_serve.core.errors import VerificationError
 from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.verify_cli import ConfigOption, JsonOption, PromptsOption, SetOption, verify_app
@@ -61,7 +62,7 @@ def wiring(
     question = Question(
         prompts=read_prompts(prompts, limit=limit) if store is None else None,
         store=store,
-        trained_on=_layers(trained_on),
+        trained_on=parse_layers(trained_on, "--trained-on"),
         limit=limit,
         max_tokens=max_tokens,
     )
@@ -86,12 +87,3 @@ def _run(source: ConfigSource, url: str | None, question: Question) -> WiringRep
             return await work.verify_attached(url, source, question, reporter)
 
         return run_until_done(main)
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--trained-on {text} is not a list of layers like 2,30,58") from None

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 from eagle3_serve.config import keys, yaml_source
 from eagle3_serve.config.keys import Key, Kind, Parts
 from eagle3_serve.config.scalars import Scalar, ScalarError, is_null, read_argument, read_scalar, read_whole
+from eagle3_serve.config.sglang_arguments import argument_name
 from eagle3_serve.core.secrets import HIDDEN
 
 # From weak to strong.
@@ -158,7 +159,7 @@ class NodeReader:
 def entry_name(above: Parts, name: str) -> str:
     """How an entry of the map `above` is spelled: SGLang's arguments with dashes, so that two spellings are one."""
     if above == ("engine", "extra_args"):
-        return name.strip().lstrip("-").replace("_", "-")
+        return argument_name(name.strip())
     return name
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from eagle3_serve.config.sglang_arguments import owner_of_argument
+from eagle3_serve.config.sglang_arguments import argument_name, owner_of_argument
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 ArgumentValue = bool | int | float | str | tuple[int | float | str, ...] | None
@@ -260,7 +260,7 @@ class Config(Frozen):
 
     @model_validator(mode="after")
     def _nothing_under_the_tap_that_mixes_its_rows(self) -> Self:
-        given = {name.lstrip("-").replace("_", "-"): value for name, value in self.engine.extra_args.items()}
+        given = {argument_name(name): value for name, value in self.engine.extra_args.items()}
         for name, value in given.items():
             brought = _NOT_UNDER_THE_TAP.get(name)
             if self.tap.mode != "off" and brought and (value is True or value not in (None, False, 1)):

@@ -46,13 +46,18 @@ _OWNERS: dict[str, str] = {
 _SHORTEST_ABBREVIATION = 2  # --tp
 
 
+def argument_name(name: str) -> str:
+    """SGLang's argument as its parser knows it: dashes, none of them leading."""
+    return name.lstrip("-").replace("_", "-")
+
+
 def owner_of_argument(name: str) -> str | None:
     """The configuration key that owns SGLang's argument `name`, or None.
 
     Dashes or underscores, with or without leading dashes. An abbreviation of an owned argument counts as that
     argument, because SGLang's parser (argparse) accepts unambiguous abbreviations.
     """
-    argument = name.strip().lstrip("-").replace("_", "-").partition("=")[0]
+    argument = argument_name(name.strip()).partition("=")[0]
     if argument in _OWNERS:
         return _OWNERS[argument]
     if len(argument) < _SHORTEST_ABBREVIATION:

@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle3_serve.config.resolve import Resolved
 from eagle3_serve.config.schema import Config
 from eagle3_serve.core.contract import DrafterIds, Resolution, resolve
-from eagle3_serve.core.errors import CheckpointError, ContractError, OverlayError, PreflightError
+from eagle3_serve.core.errors import CheckpointError, ContractError, OverlayError
 from eagle3_serve.core.process import free_port
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.machine import Machine, read_machine
@@ -62,7 +62,7 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
         *preflight.check_devices(config, machine),
         *preflight.check_kernels(config, machine),
         *preflight.check_attention_backends(config, machine),
-        *check_tap(config, machine),
+        *preflight.check_tap(config, machine),
         *preflight.check_exposure(config, resolved.secrets),
         *preflight.check_ports(config),
         *preflight.check_directories(config),
@@ -124,26 +124,6 @@ def _contract_of_tap(config: Config, checkpoints: Checkpoints) -> tuple[Resoluti
     except ContractError as error:
         return None, [Finding("error", "layers", error.message, error.remedy, ContractError)]
     return contract, [Finding("ok", "layers", f"for the tap, without a drafter: {contract.layers}")]
-
-
-def check_tap(config: Config, machine: Machine) -> list[Finding]:
-    """What the tap needs of the release."""
-    release = machine.sglang or config.engine.release
-    if config.tap.mode == "store" and release == "0.5.9":
-        return [
-            Finding(
-                "error",
-                "tap",
-                "SGLang 0.5.9 does not tell the model which request a row belongs to, so tap.mode: store cannot work",
-                "use SGLang 0.5.16 or later for extraction",
-                PreflightError,
-            )
-        ]
-    if config.tap.mode == "off":
-        return []
-    return [
-        Finding("warning", "tap", f"the tap is on ({config.tap.mode}): hidden states and token ids can be read out")
-    ]
 
 
 def install_overlay(prepared: Prepared, config: Config) -> Path:

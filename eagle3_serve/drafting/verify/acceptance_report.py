@@ -20,11 +20,7 @@ def as_dict(report: Report, question: Question) -> dict[str, Any]:
         "against": [_contrast_dict(each) for each in report.contrasts],
         "confidence": CONFIDENCE,
         "resamples": RESAMPLES,
-        "prompts": {
-            "path": str(question.prompts.path),
-            "sha256": question.prompts.sha256,
-            "used": len(question.prompts),
-        },
+        "prompts": question.prompts.as_dict(),
         "max_tokens": question.max_tokens,
         "concurrency": question.concurrency,
         "seed": question.seed,

@@ -24,11 +24,7 @@ def as_dict(report: Report, question: Question) -> dict[str, Any]:
         "dtype": report.dtype,
         "noise": report.noise.as_dict() if report.noise else None,
         "arms": [_arm_dict(arm) for arm in report.arms],
-        "prompts": {
-            "path": str(question.prompts.path),
-            "sha256": question.prompts.sha256,
-            "used": len(question.prompts),
-        },
+        "prompts": question.prompts.as_dict(),
         "max_tokens": question.max_tokens,
         "concurrency": question.concurrency,
         "seed": question.seed,

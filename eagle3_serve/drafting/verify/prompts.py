@@ -27,6 +27,10 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def as_dict(self) -> dict[str, object]:
+        """Which prompts a report is about."""
+        return {"path": str(self.path), "sha256": self.sha256, "used": len(self)}
+
 
 def read_prompts(path: Path | None, *, limit: int | None = None) -> PromptSet:
     """The first `limit` prompts of `path`; None: the held-out questions of the shipped tiny Kimi.

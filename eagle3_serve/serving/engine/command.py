@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from eagle3_serve.config.schema import ArgumentValue, Config, DrafterConfig, EngineConfig
+from eagle3_serve.config.sglang_arguments import argument_name
 from eagle3_serve.core.contract import Resolution
 from eagle3_serve.serving.engine.cpu import settings as cpu_settings
 
@@ -64,7 +65,7 @@ def _tap_arguments(config: Config, release: str) -> list[str]:
     """Prefills outside graphs: a padded one has rows that belong to no request, and the store's code would not run."""
     engine = config.engine
     graphs = engine.device == "cuda" and engine.cuda_graph.enabled and release not in _ONE_GRAPH_SETTING
-    said = {name.lstrip("-").replace("_", "-") for name in engine.extra_args}
+    said = {argument_name(name) for name in engine.extra_args}
     if config.tap.mode == "off" or not graphs or _PREFILL_GRAPHS in said:
         return []
     return [f"--{_PREFILL_GRAPHS}", "disabled"]
@@ -86,7 +87,7 @@ def _drafter_arguments(drafter: DrafterConfig) -> list[str]:
 def _extra_arguments(extra: dict[str, ArgumentValue]) -> list[str]:
     arguments: list[str] = []
     for key, value in extra.items():
-        name = key.lstrip("-").replace("_", "-")
+        name = argument_name(key)
         if isinstance(value, bool):
             arguments += _flag(name, value)
         elif isinstance(value, tuple):

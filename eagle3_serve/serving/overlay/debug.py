@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from eagle3_serve import __version__
 from eagle3_serve.config.schema import Config
+from eagle3_serve.config.sglang_arguments import argument_name
 from eagle3_serve.core.errors import OverlayError
 from eagle3_serve.core.files import write_json_atomic
 from eagle3_serve.serving.overlay.build import OverlayFile, OverlayPlan, build_overlay, plan_overlay
@@ -261,7 +262,7 @@ def configured_graphs(config: Config) -> str | None:
     if engine.cuda_graph.enabled:
         return "engine.cuda_graph.enabled"
     for key, value in engine.extra_args.items():
-        name = key.lstrip("-").replace("_", "-")
+        name = argument_name(key)
         chosen = name.startswith("cuda-graph-backend-") and value != "disabled"
         if chosen or (name in _GRAPH_SWITCHES and value):
             return f"engine.extra_args.{key}"

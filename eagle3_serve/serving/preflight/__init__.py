@@ -17,6 +17,7 @@ from eagle3_serve.serving.preflight.engine import (
     check_devices,
     check_kernels,
     check_release,
+    check_tap,
 )
 from eagle3_serve.serving.preflight.features import check_features
 from eagle3_serve.serving.preflight.findings import Finding, require
@@ -43,6 +44,7 @@ __all__ = [
     "check_release",
     "check_rope",
     "check_states",
+    "check_tap",
     "check_target",
     "check_tensors",
     "read_checkpoints",

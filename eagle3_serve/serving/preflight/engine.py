@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from eagle3_serve.config.schema import ArgumentValue, Config
-from eagle3_serve.config.sglang_arguments import owner_of_argument
-from eagle3_serve.core.errors import ConfigError
+from eagle3_serve.config.sglang_arguments import argument_name, owner_of_argument
+from eagle3_serve.core.errors import ConfigError, PreflightError
 from eagle3_serve.serving.machine import Machine, Package
 from eagle3_serve.serving.preflight.checkpoints import DRAFTER_ARCHITECTURE
 from eagle3_serve.serving.preflight.findings import Finding
@@ -33,7 +33,7 @@ def check_arguments(config: Config) -> Iterator[Finding]:
                     "change it there",
                     ConfigError,
                 )
-        if name.lstrip("-").replace("_", "-") == "config":
+        if argument_name(name) == "config":
             yield Finding(
                 "error",
                 "configuration",
@@ -169,3 +169,23 @@ def check_kernels(config: Config, machine: Machine) -> Iterator[Finding]:
                 f"SGLang {machine.sglang} requires {package.name} {package.wanted}, but {package.installed} is there",
                 f"pip install {package.name}=={package.wanted}",
             )
+
+
+def check_tap(config: Config, machine: Machine) -> list[Finding]:
+    """What the tap needs of the release."""
+    release = machine.sglang or config.engine.release
+    if config.tap.mode == "store" and release == "0.5.9":
+        return [
+            Finding(
+                "error",
+                "tap",
+                "SGLang 0.5.9 does not tell the model which request a row belongs to, so tap.mode: store cannot work",
+                "use SGLang 0.5.16 or later for extraction",
+                PreflightError,
+            )
+        ]
+    if config.tap.mode == "off":
+        return []
+    return [
+        Finding("warning", "tap", f"the tap is on ({config.tap.mode}): hidden states and token ids can be read out")
+    ]

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3_serve.core.errors import CheckpointError
 from eagle3_serve.serving.preflight.checkpoints import Checkpoints, eagle_config, num_layers
-from eagle3_serve.serving.preflight.findings import Finding
+from eagle3_serve.serving.preflight.findings import Finding, drafter_error, listed
 
 _ALL = ("0.5.9", "0.5.16", "0.5.23")
 _LATER = ("0.5.16", "0.5.23")
@@ -91,26 +90,26 @@ def _check_feature(
     found = feature.tensors_in(names or ())
     asked = feature.asked_by(config)
     if misplaced := feature.misplaced_in(config):
-        yield _error(
+        yield drafter_error(
             f"the drafter's {misplaced} stands in eagle_config, where SGLang does not read it: it would be ignored",
             f"move {misplaced} out of eagle_config to the top of the drafter's config.json",
         )
     elif asked and release not in feature.releases:
-        yield _error(
+        yield drafter_error(
             f"the drafter needs {feature.name} ({feature.meaning}), which SGLang {release} does not compute and would "
             "ignore",
             _releases(feature.releases),
         )
     elif found and not asked:
         key = feature.keys[0]
-        yield _error(
-            f"the drafter has tensors for {feature.name} ({_listed(found)}), but its config.json does not ask for it: "
+        yield drafter_error(
+            f"the drafter has tensors for {feature.name} ({listed(found)}), but its config.json does not ask for it: "
             "SGLang would drop them",
             f"set {key}: true in the drafter's config.json if it was trained so"
             + ("" if release in feature.releases else f", and {_releases(feature.releases)}"),
         )
     elif asked and feature.tensors and names is not None and not found:
-        yield _error(
+        yield drafter_error(
             f"the drafter's config.json asks for {feature.name} ({feature.meaning}), but its checkpoint has no tensor "
             f"{' or '.join(f'{name}*' for name in feature.tensors)}: SGLang would leave it at its initial values",
             "complete the checkpoint, or remove the key if the drafter was trained without",
@@ -123,14 +122,14 @@ def _check_shape(config: Mapping[str, Any], names: Sequence[str] | None, release
         return
     layers = num_layers(config)
     if layers != 1:
-        yield _error(
+        yield drafter_error(
             f"the drafter has {layers} layers, and SGLang {release} computes drafters of one layer only",
             _releases(_LATER),
         )
     renamed = [name for name in names or () if name.startswith("layers.")]
     if renamed:
-        yield _error(
-            f"the drafter's layer is called layers.0 ({_listed(renamed)}), and SGLang {release} knows it as midlayer: "
+        yield drafter_error(
+            f"the drafter's layer is called layers.0 ({listed(renamed)}), and SGLang {release} knows it as midlayer: "
             "it would drop these tensors",
             f"rename layers.0.* to midlayer.* in the checkpoint, or {_releases(_LATER)}",
         )
@@ -145,11 +144,3 @@ def _releases(releases: Sequence[str]) -> str:
     if not releases:
         return "no supported SGLang release computes it: serve a drafter that was trained without it"
     return f"install SGLang {' or '.join(releases)}, which has it"
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _error(message: str, remedy: str) -> Finding:
-    return Finding("error", "drafter", message, remedy, CheckpointError)

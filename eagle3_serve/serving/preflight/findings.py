@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from eagle3_serve.core.errors import EagleServeError, PreflightError
+from eagle3_serve.core.errors import CheckpointError, EagleServeError, PreflightError
 
 
 @dataclass(frozen=True)
@@ -30,3 +30,13 @@ def require(findings: Iterable[Finding]) -> None:
         raise first.error(first.message, remedy=first.remedy)
     lines = "\n".join(f"  - {finding.message}\n    what to do: {finding.remedy}" for finding in errors)
     raise first.error(f"{len(errors)} checks failed:\n{lines}")
+
+
+def drafter_error(message: str, remedy: str) -> Finding:
+    """A fault of the drafter's files."""
+    return Finding("error", "drafter", message, remedy, CheckpointError)
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first `most` names, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -7,9 +7,9 @@ from typing import Any
 
 from eagle3_serve.core.checkpoint_files import TensorInfo
 from eagle3_serve.core.contract import AuxLayers, Resolution, captured_by_sglang
-from eagle3_serve.core.errors import CheckpointError, ContractError
+from eagle3_serve.core.errors import ContractError
 from eagle3_serve.serving.preflight.checkpoints import Checkpoints, eagle_config
-from eagle3_serve.serving.preflight.findings import Finding
+from eagle3_serve.serving.preflight.findings import Finding, drafter_error
 
 # The only number of states that SGLang 0.5.9's fc and graph buffers are built for.
 _ONLY_THREE = ("0.5.9",)
@@ -23,7 +23,7 @@ def check_states(checkpoints: Checkpoints, contract: Resolution | None, release:
         return
     fc = _fc(tensors)
     if fc is None:
-        yield _error("the drafter has no fc.weight", "serve an EAGLE-3 drafter in SGLang's layout")
+        yield drafter_error("the drafter has no fc.weight", "serve an EAGLE-3 drafter in SGLang's layout")
         return
     built = states_built(config, release)
     fed = None if contract is None else len(contract.layers)
@@ -36,11 +36,11 @@ def check_states(checkpoints: Checkpoints, contract: Resolution | None, release:
         ]
         if contract is not None:
             facts.append(f"{fed} are fed ({contract.layers})")
-        yield _error(
+        yield drafter_error(
             f"the drafter's numbers of hidden states differ: {'; '.join(facts)}", _remedy(release, width, hidden)
         )
     elif width == config.get("hidden_size"):
-        yield _error(
+        yield drafter_error(
             f"{built} states of {hidden} make {width} values, which is also the drafter's own hidden size: SGLang "
             "would take them for its recurrent state and skip fc",
             "no SGLang release can serve this drafter",
@@ -102,7 +102,3 @@ def _remedy(release: str, width: int, hidden: int) -> str:
         "name in aux_layers.layers the layers that this drafter was trained on, and their number in the drafter's "
         "config.json (num_aux_hidden_states)"
     )
-
-
-def _error(message: str, remedy: str) -> Finding:
-    return Finding("error", "drafter", message, remedy, CheckpointError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eagle3_serve.core.checkpoint_files import TensorInfo, read_integers
@@ -12,7 +12,7 @@ from eagle3_serve.core.draft_vocab import check_d2t
 from eagle3_serve.core.errors import CheckpointError, ContractError
 from eagle3_serve.serving.preflight.checkpoints import Checkpoints, num_layers
 from eagle3_serve.serving.preflight.features import FEATURES
-from eagle3_serve.serving.preflight.findings import Finding
+from eagle3_serve.serving.preflight.findings import Finding, drafter_error, listed
 
 # What SGLang's loader calls the norms of three states besides.
 _OLD_NORMS = {
@@ -46,21 +46,21 @@ def check_tensors(checkpoints: Checkpoints) -> Iterator[Finding]:
     states = _states(config)
     unknown = [name for name in names if not _is_known(name) or _is_norm_beyond(name, states)]
     if unknown:
-        yield _error(
-            f"the drafter has tensors that SGLang has no place for and would drop: {_listed(unknown)}",
+        yield drafter_error(
+            f"the drafter has tensors that SGLang has no place for and would drop: {listed(unknown, most=8)}",
             "convert the checkpoint to SGLang's names, or remove what is not the drafter's own",
         )
     if config.get("quantization_config"):
         return  # its weights go by other names
     missing = [part for name in _required(config) for part in _missing_parts(name, names)]
     if missing:
-        yield _error(
-            f"the drafter's checkpoint has no {_listed(missing)}: SGLang would serve it with what memory held",
+        yield drafter_error(
+            f"the drafter's checkpoint has no {listed(missing, most=8)}: SGLang would serve it with what memory held",
             "complete the checkpoint: check that all its shards are there and that their names are SGLang's",
         )
     head, size = names.get("lm_head.weight"), config.get("draft_vocab_size")
     if head is not None and isinstance(size, int) and head.shape[:1] != (size,):
-        yield _error(
+        yield drafter_error(
             f"the drafter's lm_head.weight is {list(head.shape)}, but its config.json says draft_vocab_size {size}",
             "use weights and config.json of one training run",
         )
@@ -72,7 +72,7 @@ def check_draft_vocabulary(checkpoints: Checkpoints) -> Iterator[Finding]:
     if config is None or tensors is None or vocabulary is None:
         return
     if "draft_vocab_size" not in config and not config.get("tie_word_embeddings"):
-        yield _error(
+        yield drafter_error(
             "the drafter's config.json has no draft_vocab_size, which SGLang reads without a default",
             f"write the number of rows of its lm_head.weight, or null for the target's whole head ({vocabulary})",
         )
@@ -81,7 +81,7 @@ def check_draft_vocabulary(checkpoints: Checkpoints) -> Iterator[Finding]:
     size = config.get("draft_vocab_size")
     for name in ("d2t", "t2d"):
         if name in named and len(named[name].shape) != 1:
-            yield _error(
+            yield drafter_error(
                 f"the drafter's {name} has the shape {list(named[name].shape)}, and one row of numbers is meant",
                 "write it with one dimension: an offset a draft id (d2t), a mark a target id (t2d)",
             )
@@ -95,7 +95,7 @@ def check_draft_vocabulary(checkpoints: Checkpoints) -> Iterator[Finding]:
             t2d=None if t2d is None else [bool(each) for each in t2d],
         )
     except CheckpointError as error:
-        yield _error(error.message, error.remedy)
+        yield drafter_error(error.message, error.remedy)
 
 
 def _is_known(name: str) -> bool:
@@ -153,11 +153,3 @@ def _states(config: Mapping[str, Any]) -> int:
         return DrafterIds.from_config(config).states
     except ContractError:
         return 0
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _error(message: str, remedy: str) -> Finding:
-    return Finding("error", "drafter", message, remedy, CheckpointError)
