@@ -13,9 +13,9 @@ from eagle3_serve.core.errors import ConfigError
 from eagle3_serve.core.reporter import make_reporter
 
 if TYPE_CHECKING:  # the commands' own imports bring FastAPI, which `--help` need not wait for
+    from eagle3_serve.drafting.stacks import ConfigSource
     from eagle3_serve.drafting.verify import acceptance as accepting
     from eagle3_serve.drafting.verify.lossless import Question, Report, Shape
-    from eagle3_serve.drafting.verify.stacks import ConfigSource
 
 verify_app = typer.Typer(
     no_args_is_help=True,
@@ -84,10 +84,10 @@ def lossless(
     classified by the logits at the first token that differs: a numeric tie, or a fault. Exit code 0: lossless; 20: a
     fault.
     """
+    from eagle3_serve.drafting.stacks import ConfigSource  # noqa: PLC0415
     from eagle3_serve.drafting.verify import lossless_report  # noqa: PLC0415
     from eagle3_serve.drafting.verify.lossless import Question  # noqa: PLC0415
     from eagle3_serve.drafting.verify.prompts import read_prompts  # noqa: PLC0415
-    from eagle3_serve.drafting.verify.stacks import ConfigSource  # noqa: PLC0415
 
     if (url is None) != (baseline_url is None):
         raise typer.BadParameter("--url and --baseline-url go together: without both, both servers are started")
@@ -107,8 +107,8 @@ def lossless(
 def _run_lossless(
     source: ConfigSource, question: Question, urls: tuple[str | None, str | None], tree: Shape | None
 ) -> Report:
+    from eagle3_serve.drafting.stacks import attached, run_until_done  # noqa: PLC0415
     from eagle3_serve.drafting.verify import lossless as work  # noqa: PLC0415
-    from eagle3_serve.drafting.verify.stacks import attached, run_until_done  # noqa: PLC0415
 
     baseline_url, url = urls
     with make_reporter(as_json=False) as reporter:
@@ -166,10 +166,10 @@ def acceptance(
     From the counters of each answer, checked against the server's own; never from gauges. With --against, other wirings
     are served after the configured one and compared prompt by prompt. Exit code 20: the counters contradict each other.
     """
+    from eagle3_serve.drafting.stacks import ConfigSource  # noqa: PLC0415
     from eagle3_serve.drafting.verify import acceptance_report  # noqa: PLC0415
     from eagle3_serve.drafting.verify.acceptance import Question  # noqa: PLC0415
     from eagle3_serve.drafting.verify.prompts import read_prompts  # noqa: PLC0415
-    from eagle3_serve.drafting.verify.stacks import ConfigSource  # noqa: PLC0415
 
     wirings = [_layers(each) for each in against or ()]
     if url and wirings:
@@ -186,8 +186,8 @@ def acceptance(
 def _run_acceptance(
     source: ConfigSource, question: accepting.Question, url: str | None, against: list[tuple[int, ...]]
 ) -> accepting.Report:
+    from eagle3_serve.drafting.stacks import attached, run_until_done  # noqa: PLC0415
     from eagle3_serve.drafting.verify import acceptance as work  # noqa: PLC0415
-    from eagle3_serve.drafting.verify.stacks import attached, run_until_done  # noqa: PLC0415
 
     with make_reporter(as_json=False) as reporter:
 

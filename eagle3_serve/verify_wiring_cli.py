@@ -15,7 +15,7 @@ from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.verify_cli import ConfigOption, JsonOption, PromptsOption, SetOption, verify_app
 
 if TYPE_CHECKING:
-    from eagle3_serve.drafting.verify.stacks import ConfigSource
+    from eagle3_serve.drafting.stacks import ConfigSource
     from eagle3_serve.drafting.verify.wiring import Question
     from eagle3_serve.drafting.verify.wiring_report import WiringReport
 
@@ -53,8 +53,8 @@ def wiring(
     gateway.admin_key_file). What does not match is searched for in all layers, and the setting that makes it right is
     named. Exit code 0: the wiring is right; 20: it is not.
     """
+    from eagle3_serve.drafting.stacks import ConfigSource  # noqa: PLC0415
     from eagle3_serve.drafting.verify.prompts import read_prompts  # noqa: PLC0415
-    from eagle3_serve.drafting.verify.stacks import ConfigSource  # noqa: PLC0415
     from eagle3_serve.drafting.verify.wiring import Question  # noqa: PLC0415
 
     if store is not None and prompts is not None:
@@ -76,8 +76,8 @@ def wiring(
 
 
 def _run(source: ConfigSource, url: str | None, question: Question) -> WiringReport:
+    from eagle3_serve.drafting.stacks import run_until_done  # noqa: PLC0415
     from eagle3_serve.drafting.verify import wiring as work  # noqa: PLC0415
-    from eagle3_serve.drafting.verify.stacks import run_until_done  # noqa: PLC0415
 
     with make_reporter(as_json=False) as reporter:
 

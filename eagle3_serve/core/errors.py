@@ -79,6 +79,26 @@ class VerificationError(EagleServeError):
     meaning = "a check found a fault (wiring, losslessness, `patch strip --check`, quick start)"
 
 
+class PartialResultError(EagleServeError):
+    exit_code = 21
+    meaning = "done, but not for everything: what was left out is listed"
+
+
+class StoreError(EagleServeError):
+    exit_code = 22
+    meaning = "a store of hidden states is damaged, or does not belong to this target, tokenizer or contract"
+
+
+class TrainingError(EagleServeError):
+    exit_code = 23
+    meaning = "the training of a drafter failed or was stopped: its log is named, and it can be resumed"
+
+
+class DiskFullError(EagleServeError):
+    exit_code = 24
+    meaning = "no space is left (or --max-bytes is reached): what was written is whole, and the command can be resumed"
+
+
 class InterruptedLoadError(EagleServeError):
     """The user stopped a launch that was still loading, or a check; 128 + SIGINT, as shells expect."""
 

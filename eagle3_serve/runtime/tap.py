@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_serve.core.contract import EMBEDDING, AuxLayers
 from eagle3_serve.core.errors import ContractError
+from eagle3_serve.core.tap_protocol import DECODE, DRAFT_EXTEND, PREFILL, VERIFY
 from eagle3_serve.runtime import report
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 MODE = "EAGLE3_SERVE_TAP"
 LAYERS = "EAGLE3_SERVE_TAP_LAYERS"
 ROWS = "EAGLE3_SERVE_TAP_ROWS"
-
-PREFILL, DECODE, VERIFY, DRAFT_EXTEND = 1, 2, 3, 4
 
 ENABLED = os.environ.get(MODE, "off") != "off"
 """Read once: the models' forwards ask nothing else while the tap is off."""

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from eagle3_serve.core.contract import AuxLayers
-from eagle3_serve.core.files import write_atomic
+from eagle3_serve.core.tap_protocol import REQUESTS
 from eagle3_serve.runtime import report
 from eagle3_serve.runtime.tap_ring import Ring, describe, same_bits
 from eagle3_serve.runtime.tap_store import SequenceStore
 
-REQUESTS = "tap-requests"
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S = 0.05
 _SETTLE_TRIES = 20
 _log = logging.getLogger(__name__)
 
@@ -85,53 +84,58 @@ class TapService:
             request = json.loads(question.read_text())
             if report.rank() not in request["ranks"]:
                 return
-            content = self._content(request)
+            answer = self._content(request)
         except FileNotFoundError:
             return  # given up by who asked
         except Exception as error:  # the thread must live on, and who asked must be told
             _log.exception("the tap cannot answer %s", request_id)
-            content = save({}, {"error": f"{type(error).__name__}: {error}"})
-        answer = directory / f"tap-rank{report.rank()}-{request_id}.safetensors"
+            answer = {}, {"error": f"{type(error).__name__}: {error}"}
         try:
-            _hand_over(question, answer, content)
+            _hand_over(question, directory / f"tap-rank{report.rank()}-{request_id}.safetensors", *answer)
         except OSError:  # a full disk, or a directory that was taken away
             _log.exception("the tap cannot write its answer to %s", request_id)
 
-    def _content(self, request: dict[str, Any]) -> bytes:
+    def _content(self, request: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors and metadata of the answer."""
         identity = {"rank": str(report.rank()), "tp_size": str(_world_size()), "mode": self._mode}
         if "rids" in request:
             return self._collected(list(request["rids"]), identity)
         if self._mode != "probe":
-            return save({}, identity | {"error": f"the tap is in mode '{self._mode}', which keeps no ring"})
+            return {}, identity | {"error": f"the tap is in mode '{self._mode}', which keeps no ring"}
         tensors: dict[str, torch.Tensor] = {}
         for role, ring in list(self._rings.items()):
             tensors[f"{role}.states"], tensors[f"{role}.meta"] = _settled(ring)
             identity[f"{role}.layers"] = describe(ring.layers)
         clocks = [int(meta[:, 0].max()) for name, meta in tensors.items() if name.endswith(".meta") and len(meta)]
-        return save(tensors, identity | {"clock": str(max(clocks, default=0))})
+        return tensors, identity | {"clock": str(max(clocks, default=0))}
 
-    def _collected(self, rids: list[str], identity: dict[str, str]) -> bytes:
+    def _collected(self, rids: list[str], identity: dict[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         if self._store is None:
             problem = f"the tap is in mode '{self._mode}'" if self._mode != "store" else "nothing was prefilled yet"
-            return save({}, identity | {"error": problem})
+            return {}, identity | {"error": problem}
         tensors: dict[str, torch.Tensor] = {}
         sequences = []
         for number, (rid, sequence) in enumerate(zip(rids, self._store.collect(rids), strict=True)):
             sequences.append({"rid": rid, "tokens": sequence.length, "problem": sequence.problem})
             if sequence.problem is None:
-                tensors[f"{number}.token_ids"] = torch.cat(sequence.tokens)
-                tensors[f"{number}.states"] = torch.cat(sequence.states)
+                tensors[f"{number}.token_ids"] = _joined(sequence.tokens)
+                tensors[f"{number}.states"] = _joined(sequence.states)
         metadata = {"sequences": json.dumps(sequences), "layers": describe(self._store.layers)}
-        return save(tensors, identity | metadata)
+        return tensors, identity | metadata
 
 
-def _hand_over(question: Path, answer: Path, content: bytes) -> None:
-    """The answer appears only while somebody waits for it: who gave up removes none."""
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _hand_over(question: Path, answer: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """The answer appears whole, and only while somebody waits for it: who gave up removes none. It is read and removed
+    at once, so it is not synced."""
     if not question.exists():
         return
     written = answer.with_suffix(".written")
     try:
-        write_atomic(written, content)
+        save_file(tensors, written, metadata)
         if question.exists():
             written.rename(answer)
     finally:

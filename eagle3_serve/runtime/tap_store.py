@@ -1,7 +1,8 @@
 """Whole prefilled sequences by request: what extraction collects.
 
 A prefill may come in several pieces (chunked prefill), and a batch holds pieces of several requests. Rows are keyed by
-the request's id and the position of its piece, never by a place in the batch.
+the request's id and the position of its piece, never by a place in the batch. Requests whose ids do not begin with
+`STORED_PREFIX` (those of applications, health checks, generation) leave nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from eagle3_serve.core.contract import AuxLayers
+from eagle3_serve.core.tap_protocol import STORED_PREFIX
 
 _MOST_BYTES = 4 << 30
 _log = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ class SequenceStore:
     def _lose(self, rids: list[str | None], problem: str) -> None:
         with self._lock:
             for rid in rids:
-                if rid is not None:
+                if rid is not None and rid.startswith(STORED_PREFIX):
                     self._sequences.setdefault(rid, Sequence()).problem = problem
 
     def _split(
@@ -110,7 +112,7 @@ class SequenceStore:
             for rid, start, length in zip(rids, starts, lengths, strict=True):
                 piece = slice(at, at + length)
                 at += length
-                if rid is None or rid.startswith("HEALTH_CHECK"):
+                if rid is None or not rid.startswith(STORED_PREFIX):
                     continue
                 sequence = self._sequences.setdefault(rid, Sequence())
                 held = sum(kept.nbytes for kept in sequence.states)

@@ -103,7 +103,7 @@ def make_gateway(resolved: Resolved, plan: LaunchPlan, engine: EngineProcess) ->
         keys=resolved.secrets,
         engine_alive=engine.alive,
         info=ServerInfo(plan).read,
-        tap=TapControl(plan.engine.report_dir, plan.engine.tp_size).read_rank,
+        tap=TapControl(plan.engine.report_dir, plan.engine.tp_size),
         vocab_size=plan.vocab_size,
     )
     return GatewayServer(app, gateway)

@@ -14,10 +14,9 @@ from typing import Any
 from eagle3_serve.core.checkpoint_files import read_metadata
 from eagle3_serve.core.errors import EngineRequestError
 from eagle3_serve.core.files import write_json_atomic
+from eagle3_serve.core.tap_protocol import REQUESTS
 
-# runtime/tap_service.py watches this directory; its name is repeated here because that module needs torch.
-_REQUESTS = "tap-requests"
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.02
 
 
 class TapControl:
@@ -50,12 +49,12 @@ class TapControl:
         return path
 
     def _ask(self, request: dict[str, Any], ranks: Sequence[int], timeout_s: float) -> list[Path]:
-        if not (self._directory / _REQUESTS).is_dir():
+        if not (self._directory / REQUESTS).is_dir():
             raise EngineRequestError(
                 "the tap of this server is off", remedy="start it with tap.mode: probe (or store), then ask again"
             )
         request_id = secrets.token_hex(8)
-        question = self._directory / _REQUESTS / f"{request_id}.json"
+        question = self._directory / REQUESTS / f"{request_id}.json"
         answers = [self._directory / f"tap-rank{rank}-{request_id}.safetensors" for rank in ranks]
         write_json_atomic(question, request | {"ranks": list(ranks)})
         try:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from eagle3_serve.core.checkpoint_files import read_metadata
 from eagle3_serve.core.resources import data_directory
+from eagle3_serve.core.tap_protocol import STORED_PREFIX
 from eagle3_serve.drafting.verify.reference import TargetModel
 from eagle3_serve.serving.tap import TapControl
 from tests.support.launcher import Launcher, ServedStack
@@ -48,15 +49,15 @@ def prompt(length: int, seed: int) -> list[int]:
 def extract(served: ServedStack, samples: Mapping[str, list[int]], *, batch: int) -> dict[str, torch.Tensor]:
     """States [tokens, 4, hidden] by request id, sent `batch` at a time."""
     names = list(samples)
+    rids = [f"{STORED_PREFIX}{name}" for name in names]
     for start in range(0, len(names), batch):
-        rids = names[start : start + batch]
         body = {
-            "rid": rids,
-            "input_ids": [samples[rid] for rid in rids],
+            "rid": rids[start : start + batch],
+            "input_ids": [samples[name] for name in names[start : start + batch]],
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         }
         httpx.post(f"{served.engine_url}/generate", json=body, timeout=120, trust_env=False).raise_for_status()
-    path = TapControl(served.run_dir / "engine", 1).collect(names)
+    path = TapControl(served.run_dir / "engine", 1).collect(rids)
     try:
         about, tensors = read_metadata(path), load_file(path)
     finally:

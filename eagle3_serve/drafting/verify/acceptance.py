@@ -18,10 +18,10 @@ from eagle3_serve.core.client import Generation, ServerClient
 from eagle3_serve.core.contract import DrafterIds, resolve
 from eagle3_serve.core.errors import EngineRequestError, VerificationError
 from eagle3_serve.core.reporter import Reporter
+from eagle3_serve.drafting.stacks import ConfigSource, Server, connect, served_facts, started
 from eagle3_serve.drafting.verify.arms import Load, Refusal, ask_all
 from eagle3_serve.drafting.verify.bootstrap import Interval, bootstrap
 from eagle3_serve.drafting.verify.prompts import PromptSet
-from eagle3_serve.drafting.verify.stacks import ConfigSource, Server, connect, served_facts, started
 
 if TYPE_CHECKING:
     from eagle3_serve.config.schema import Config

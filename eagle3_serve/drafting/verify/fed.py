@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from eagle3_serve.core.client import EngineClient
+from eagle3_serve.drafting.stacks import Server
 from eagle3_serve.drafting.verify.evidence import gather
 from eagle3_serve.drafting.verify.search import cosine, relative_error
 from eagle3_serve.drafting.verify.sequences import Stage
-from eagle3_serve.drafting.verify.stacks import Server
 from eagle3_serve.drafting.verify.states import TOLERANCES
 from eagle3_serve.drafting.verify.tap_client import TappedServer
 

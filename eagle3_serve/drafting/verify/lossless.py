@@ -16,6 +16,7 @@ from eagle3_serve.core.checkpoint_files import read_config
 from eagle3_serve.core.client import MOST_LOGPROBS, Generation, ServerClient
 from eagle3_serve.core.errors import EngineRequestError, VerificationError
 from eagle3_serve.core.reporter import Reporter
+from eagle3_serve.drafting.stacks import ConfigSource, Server, connect, served_facts, started
 from eagle3_serve.drafting.verify.arms import Load, Outcome, Refusal, ask_all
 from eagle3_serve.drafting.verify.compare import (
     TIE_GAPS,
@@ -29,7 +30,6 @@ from eagle3_serve.drafting.verify.compare import (
     share_of_near_ties,
 )
 from eagle3_serve.drafting.verify.prompts import PromptSet
-from eagle3_serve.drafting.verify.stacks import ConfigSource, Server, connect, served_facts, started
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from itertools import pairwise
 
 import torch
 
-from eagle3_serve.drafting.verify.snapshot import DECODE, PREFILL, VERIFY, Rows
+from eagle3_serve.core.tap_protocol import DECODE, PREFILL, VERIFY
+from eagle3_serve.drafting.verify.snapshot import Rows
 
 
 class Stage(IntEnum):

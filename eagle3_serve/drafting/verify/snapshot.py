@@ -13,7 +13,6 @@ from safetensors.torch import load
 
 from eagle3_serve.core.errors import EngineRequestError
 
-PREFILL, DECODE, VERIFY, DRAFT_EXTEND = 1, 2, 3, 4
 _META_COLUMNS = 6
 _LENGTH_BYTES = 8
 

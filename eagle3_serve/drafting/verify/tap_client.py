@@ -11,10 +11,10 @@ import httpx
 
 from eagle3_serve.core.client import refusal_remedy
 from eagle3_serve.core.errors import EngineRequestError
+from eagle3_serve.drafting.stacks import Server
 from eagle3_serve.drafting.verify.evidence import Capture
 from eagle3_serve.drafting.verify.sequences import Sent
 from eagle3_serve.drafting.verify.snapshot import Snapshot, read_snapshot
-from eagle3_serve.drafting.verify.stacks import Server
 from eagle3_serve.serving.tap import TapControl
 
 _TIMEOUT_S = 600

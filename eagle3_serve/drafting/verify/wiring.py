@@ -17,11 +17,11 @@ from eagle3_serve.core.client import Messages
 from eagle3_serve.core.contract import EMBEDDING, DrafterIds, known_convention
 from eagle3_serve.core.errors import CheckpointError, ConfigError, ContractError, EngineRequestError
 from eagle3_serve.core.reporter import Reporter
+from eagle3_serve.drafting.stacks import ConfigSource, Server, attached, started
 from eagle3_serve.drafting.verify.evidence import Capture, Evidence, gather
 from eagle3_serve.drafting.verify.explain import Settings
 from eagle3_serve.drafting.verify.prompts import PromptSet, local_tokenizer
 from eagle3_serve.drafting.verify.reference import StoredRow, TargetModel, read_store
-from eagle3_serve.drafting.verify.stacks import ConfigSource, Server, attached, started
 from eagle3_serve.drafting.verify.states import Reference
 from eagle3_serve.drafting.verify.tap_client import TappedServer
 from eagle3_serve.drafting.verify.wiring_report import WiringReport, judge

@@ -22,7 +22,7 @@ from eagle3_serve.serving.gateway.metrics import GatewayMetrics
 from eagle3_serve.serving.gateway.middleware import Answer, Gate, Observe
 from eagle3_serve.serving.gateway.readiness import Readiness
 from eagle3_serve.serving.gateway.routes import build_router
-from eagle3_serve.serving.gateway.state import Gateway
+from eagle3_serve.serving.gateway.state import Gateway, Tap
 from eagle3_serve.serving.gateway.upstream import Upstream
 
 
@@ -34,14 +34,14 @@ def create_app(
     keys: GatewayKeys,
     engine_alive: Callable[[], bool],
     info: Callable[[], Mapping[str, Any]],
-    tap: Callable[[int], bytes],
+    tap: Tap,
     vocab_size: int | None = None,
 ) -> FastAPI:
     """The application before the engine at `upstream` (`http://127.0.0.1:PORT`).
 
     `vocab_size`: the target's, to refuse token ids beyond it.
     `engine_alive` says whether the engine's process runs; `info` is what `/internal/info` answers,
-    `tap` reads one rank's tap: it may block, and raises EngineRequestError.
+    `tap` is what `/internal/tap` reads.
     """
     engine = Upstream(upstream)
     gateway = Gateway(

@@ -127,3 +127,15 @@ def _check_count(fields: dict[str, Any], name: str, *, least: int = 1, most: int
 
 def _bad(param: str, message: str) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
+
+
+def read_request_ids(body: bytes) -> list[str]:
+    """`{"rids": ["...", ...]}`. Raises ApiError 400."""
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from error
+    rids = value.get("rids") if isinstance(value, dict) else None
+    if not isinstance(rids, list) or not rids or not all(isinstance(rid, str) for rid in rids):
+        raise ApiError(400, "rids must be a list of request ids", code="invalid_parameter", param="rids")
+    return rids

@@ -24,6 +24,7 @@ _ROUTES = frozenset(
         "/metrics",
         "/internal/info",
         "/internal/tap",
+        "/internal/tap/collect",
     )
 )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from eagle3_serve.core.errors import EngineRequestError
 from eagle3_serve.serving.gateway import checks
@@ -92,10 +94,31 @@ def _add_operations(router: APIRouter, gateway: Gateway) -> None:
     async def tap(rank: int = 0) -> Response:
         """What the tap of one rank holds, as a safetensors file."""
         try:
-            content = await asyncio.to_thread(gateway.tap, rank)
+            content = await asyncio.to_thread(gateway.tap.read_rank, rank)
         except EngineRequestError as error:
             raise ApiError(409, str(error), code="tap_unavailable") from error
         return Response(content, media_type="application/octet-stream")
+
+    @router.post("/internal/tap/collect")
+    async def collect(request: Request) -> Response:
+        """The stored states of finished requests, as a safetensors file; the engine then forgets them."""
+        checks.require_json(request)
+        rids = checks.read_request_ids(await checks.read_body(request, gateway.config.max_body_bytes))
+        try:
+            path = await asyncio.to_thread(gateway.tap.collect, rids)
+        except EngineRequestError as error:
+            raise ApiError(409, str(error), code="tap_unavailable") from error
+        return _OnceResponse(path, media_type="application/octet-stream")
+
+
+class _OnceResponse(FileResponse):
+    """A file that is removed when it was sent, or when the client left."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            Path(self.path).unlink(missing_ok=True)  # noqa: ASYNC240 - one call, of microseconds
 
 
 async def _engine_metrics(gateway: Gateway) -> tuple[bool, bytes | None]:

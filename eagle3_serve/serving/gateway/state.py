@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from eagle3_serve.config.schema import GatewayConfig
 from eagle3_serve.serving.gateway.drain import Drain
 from eagle3_serve.serving.gateway.metrics import GatewayMetrics
 from eagle3_serve.serving.gateway.readiness import Readiness
 from eagle3_serve.serving.gateway.upstream import Upstream
+
+
+class Tap(Protocol):
+    """The engine's tap. Both may block, and raise EngineRequestError."""
+
+    def read_rank(self, rank: int) -> bytes:
+        """One rank's rings, as a safetensors file."""
+
+    def collect(self, rids: Sequence[str]) -> Path:
+        """A safetensors file with the stored sequences of these requests; who asked removes it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Gateway:
     readiness: Readiness
     engine_alive: Callable[[], bool]
     info: Callable[[], Mapping[str, Any]]
-    tap: Callable[[int], bytes]
+    tap: Tap
 
     def scrape_timeout(self) -> asyncio.Timeout:
         """The bound of one look at the engine's metrics."""

@@ -233,9 +233,9 @@ def prefill(store: SequenceStore, parts: list[tuple[str | None, int, int]], offs
 
 def test_pieces_of_a_chunked_prefill_become_one_sequence_each():
     store = SequenceStore(CONTRACT)
-    prefill(store, [("a", 0, 4), ("b", 0, 2)])
-    prefill(store, [("c", 0, 1), ("a", 4, 3)], offset=50)
-    first, second, third = store.collect(["a", "b", "c"])
+    prefill(store, [("extract-a", 0, 4), ("extract-b", 0, 2)])
+    prefill(store, [("extract-c", 0, 1), ("extract-a", 4, 3)], offset=50)
+    first, second, third = store.collect(["extract-a", "extract-b", "extract-c"])
     assert torch.cat(first.tokens).tolist() == [0, 1, 2, 3, 54, 55, 56]
     assert torch.cat(first.states)[:, 1, 2].tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert (second.length, third.length) == (2, 1)
@@ -244,45 +244,45 @@ def test_pieces_of_a_chunked_prefill_become_one_sequence_each():
 
 def test_a_cached_prefix_is_a_problem_and_not_shifted_rows():
     store = SequenceStore(CONTRACT)
-    prefill(store, [("a", 512, 20)])
-    (found,) = store.collect(["a"])
+    prefill(store, [("extract-a", 512, 20)])
+    (found,) = store.collect(["extract-a"])
     assert found.problem == "tokens 0 to 511 came from the prefix cache and were not computed"
 
 
 def test_a_missing_piece_is_a_problem_and_a_request_that_starts_again_is_whole():
     store = SequenceStore(CONTRACT)
-    prefill(store, [("gap", 0, 4), ("again", 0, 4)])
-    prefill(store, [("gap", 6, 2), ("again", 0, 6)])
-    gap, again = store.collect(["gap", "again"])
+    prefill(store, [("extract-gap", 0, 4), ("extract-again", 0, 4)])
+    prefill(store, [("extract-gap", 6, 2), ("extract-again", 0, 6)])
+    gap, again = store.collect(["extract-gap", "extract-again"])
     assert gap.problem == "after token 3 came token 6"
     assert again.problem is None
     assert torch.cat(again.tokens).tolist() == list(range(6))
 
 
-def test_collected_sequences_are_forgotten_and_health_checks_never_kept():
+def test_collected_sequences_are_forgotten_and_other_requests_never_kept():
     store = SequenceStore(CONTRACT)
-    prefill(store, [("a", 0, 2), ("HEALTH_CHECK_1", 0, 1)])
-    assert store.collect(["a"])[0].problem is None
-    assert [each.problem for each in store.collect(["a", "HEALTH_CHECK_1"])] == [
+    prefill(store, [("extract-a", 0, 2), ("HEALTH_CHECK_1", 0, 1), ("chatcmpl-7", 0, 2)])
+    assert store.collect(["extract-a"])[0].problem is None
+    assert [each.problem for each in store.collect(["extract-a", "HEALTH_CHECK_1", "chatcmpl-7"])] == [
         "no prefill of this request was seen"
-    ] * 2
+    ] * 3
 
 
 def test_what_nobody_collects_is_bounded():
     store = SequenceStore(CONTRACT, most_bytes=10 * WIDTH * 4)
-    prefill(store, [("a", 0, 8)])
-    prefill(store, [("b", 0, 8)])
-    first, second = store.collect(["a", "b"])
+    prefill(store, [("extract-a", 0, 8)])
+    prefill(store, [("extract-b", 0, 8)])
+    first, second = store.collect(["extract-a", "extract-b"])
     assert first.problem is None
     assert "wait to be collected" in str(second.problem)
-    prefill(store, [("c", 0, 8)])
-    assert store.collect(["c"])[0].problem is None
+    prefill(store, [("extract-c", 0, 8)])
+    assert store.collect(["extract-c"])[0].problem is None
 
 
 def test_a_batch_without_request_ids_is_kept_for_nobody():
     store = SequenceStore(CONTRACT)
-    prefill(store, [("a", 0, 2)], rids=False)
-    assert store.collect(["a"])[0].problem == "no prefill of this request was seen"
+    prefill(store, [("extract-a", 0, 2)], rids=False)
+    assert store.collect(["extract-a"])[0].problem == "no prefill of this request was seen"
 
 
 def test_a_sequence_knows_its_length():
@@ -353,8 +353,8 @@ def test_a_server_whose_tap_is_off_or_in_the_other_mode_is_named(tmp_path: Path)
 def test_stored_sequences_are_collected_through_files(tmp_path: Path):
     service = TapService(str(tmp_path), "store", capacity=16)
     service.start()
-    prefill(service.store(CONTRACT), [("a", 0, 4), ("b", 9, 2)])
-    path = TapControl(tmp_path, 1).collect(["a", "b"], timeout_s=20)
+    prefill(service.store(CONTRACT), [("extract-a", 0, 4), ("extract-b", 9, 2)])
+    path = TapControl(tmp_path, 1).collect(["extract-a", "extract-b"], timeout_s=20)
     assert load_file(path)["0.token_ids"].tolist() == [0, 1, 2, 3]
     sequences = json.loads(read_metadata(path)["sequences"])
     assert [each["tokens"] for each in sequences] == [4, 0]
@@ -396,7 +396,7 @@ def test_an_answer_that_cannot_be_written_does_not_end_the_tap(tmp_path: Path, p
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("eagle3_serve.runtime.tap_service.write_atomic", full)
+        patched.setattr("eagle3_serve.runtime.tap_service.save_file", full)
         with pytest.raises(EngineRequestError, match="did not answer"):
             TapControl(tmp_path, 1).snapshot(timeout_s=1)
     assert written.is_set()
@@ -416,12 +416,12 @@ def test_a_run_directory_that_is_taken_away_ends_the_tap_and_is_not_made_again(t
 
 def test_rows_that_are_lost_are_a_problem_of_their_sequence_and_the_store_goes_on():
     store = SequenceStore(CONTRACT)
-    prefill(store, [("a", 0, 2), ("b", 0, 2)])
+    prefill(store, [("extract-a", 0, 2), ("extract-b", 0, 2)])
     batch = SimpleNamespace(
-        rids=["a"], extend_seq_lens_cpu=[2, 2], extend_prefix_lens_cpu=[2, 0], input_ids=torch.arange(4)
+        rids=["extract-a"], extend_seq_lens_cpu=[2, 2], extend_prefix_lens_cpu=[2, 0], input_ids=torch.arange(4)
     )
     store.add(rows(4), batch)  # fewer ids than pieces
-    prefill(store, [("c", 0, 2)])
-    lost, *others = store.collect(["a", "b", "c"])
+    prefill(store, [("extract-c", 0, 2)])
+    lost, *others = store.collect(["extract-a", "extract-b", "extract-c"])
     assert "rows of it were lost" in str(lost.problem)
     assert [each.problem for each in others] == [None, None]

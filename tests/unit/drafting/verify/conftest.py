@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from eagle3_serve.config.keyfiles import GatewayKeys
+from eagle3_serve.drafting.stacks import Server, attached
 from eagle3_serve.drafting.verify.prompts import PromptSet, read_prompts
-from eagle3_serve.drafting.verify.stacks import Server, attached
 from tests.support.scripted_upstream import scripted_upstream
 from tests.support.toy_sglang import ToySglang
 

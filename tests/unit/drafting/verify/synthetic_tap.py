@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from eagle3_serve.core.tap_protocol import DECODE, DRAFT_EXTEND, PREFILL, VERIFY
 from eagle3_serve.drafting.verify.sequences import Sent
-from eagle3_serve.drafting.verify.snapshot import DECODE, DRAFT_EXTEND, PREFILL, VERIFY, Rows, Snapshot
+from eagle3_serve.drafting.verify.snapshot import Rows, Snapshot
 
 LAYERS = 8
 HIDDEN = 32

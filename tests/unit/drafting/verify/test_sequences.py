@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eagle3_serve.core.tap_protocol import PREFILL, VERIFY
 from eagle3_serve.drafting.verify.sequences import Placement, Sent, Stage, place
-from eagle3_serve.drafting.verify.snapshot import PREFILL, VERIFY
 from tests.unit.drafting.verify.synthetic_tap import AUX, TapServer, requests, served, true_states
 
 

@@ -19,9 +19,9 @@ from eagle3_serve.core.checkpoint_files import read_config, text_config
 from eagle3_serve.core.contract import Convention, DrafterIds
 from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestError
 from eagle3_serve.core.reporter import PlainReporter
+from eagle3_serve.drafting.stacks import ConfigSource
 from eagle3_serve.drafting.verify.prompts import read_prompts
 from eagle3_serve.drafting.verify.sequences import Sent
-from eagle3_serve.drafting.verify.stacks import ConfigSource
 from eagle3_serve.drafting.verify.wiring import Question, in_rounds, prepare, trained_on, verify_attached
 from tests.support.scripted_upstream import Answering, Received, ScriptedUpstream, scripted_upstream
 from tests.unit.drafting.verify.synthetic_tap import AUX, HIDDEN, LAYERS, TapServer, true_states, write_snapshot

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from eagle3_serve.core.errors import EngineRequestError
+from eagle3_serve.core.tap_protocol import PREFILL
 from eagle3_serve.drafting.verify.evidence import Capture, gather
 from eagle3_serve.drafting.verify.explain import Settings
-from eagle3_serve.drafting.verify.snapshot import PREFILL, Rows, Snapshot
+from eagle3_serve.drafting.verify.snapshot import Rows, Snapshot
 from eagle3_serve.drafting.verify.states import Reference
 from eagle3_serve.drafting.verify.wiring_report import WiringReport, judge
 from tests.unit.drafting.verify.synthetic_tap import AUX, HIDDEN, LAYERS, TapServer, requests, served, true_states

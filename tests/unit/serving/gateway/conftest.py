@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -59,6 +61,18 @@ async def upstream() -> AsyncIterator[ScriptedUpstream]:
         yield running
 
 
+class ScriptedTap:
+    """Answers without an engine."""
+
+    def read_rank(self, rank: int) -> bytes:
+        return f"rank {rank}".encode()
+
+    def collect(self, rids: Sequence[str]) -> Path:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            file.write(f"states of {', '.join(rids)}".encode())
+        return Path(file.name)
+
+
 @pytest.fixture
 async def start_gateway(upstream: ScriptedUpstream) -> AsyncIterator[StartGateway]:
     async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +90,7 @@ async def start_gateway(upstream: ScriptedUpstream) -> AsyncIterator[StartGatewa
                 keys=keys,
                 engine_alive=lambda: alive["engine"],
                 info=lambda: {"overlay": "0.5.23-abc", "layers": [2, 30, 58]},
-                tap=lambda rank: f"rank {rank}".encode(),
+                tap=ScriptedTap(),
                 vocab_size=2048,
             )
             server = GatewayServer(app, config)

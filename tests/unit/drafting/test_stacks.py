@@ -21,7 +21,7 @@ from eagle3_serve.core.errors import (
 )
 from eagle3_serve.core.process import free_port
 from eagle3_serve.core.reporter import PlainReporter
-from eagle3_serve.drafting.verify.stacks import ConfigSource, Server, attached, connect, run_until_done, started
+from eagle3_serve.drafting.stacks import ConfigSource, Server, attached, connect, run_until_done, started
 from tests.support.scripted_upstream import Answering, Received, scripted_upstream
 from tests.support.toy_sglang import ToySglang
 

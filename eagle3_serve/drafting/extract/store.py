@@ -1,0 +1,379 @@
+"""The store of hidden states: written by extraction, read by training and by the checks, in the layout that the
+training library reads by itself.
+
+    DATA/store.json       what it belongs to (`Identity`), with which settings it was made, whether it is complete
+    DATA/index.jsonl      one line a sample, appended when its shard is in place; what is not here does not count
+    DATA/skipped.jsonl    samples that were left out, and why
+    DATA/hidden_states/hs_{row}.safetensors
+                          hidden_states [T, K + 1, H], token_ids [T] int64, loss_mask [T] uint8: the drafter's K states
+                          in ascending layer order, then the last layer's output before the final norm. Nothing is
+                          shifted: row t of all three is about token t
+    DATA/*.arrow, dataset_info.json, state.json, token_freq.pt
+                          a Hugging Face dataset and token counts, for the library; made by `finish`
+
+A process that is killed at any moment leaves whole samples and at most one file more than the index knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from eagle3_serve.core.checkpoint_files import read_metadata
+from eagle3_serve.core.errors import CheckpointError, EagleServeError, StoreError
+from eagle3_serve.core.files import sha256_file, write_atomic, write_json_atomic
+from eagle3_serve.drafting.extract import dataset
+from eagle3_serve.drafting.extract.provenance import Identity, target_digest, tokenizer_digest
+from eagle3_serve.drafting.extract.store_files import (
+    FORMAT,
+    INDEX_FILE,
+    LOCK_FILE,
+    SKIPPED_FILE,
+    STATES,
+    STORE_FILE,
+    Entry,
+    Skipped,
+    disk,
+    locked,
+    read_index,
+    read_skipped,
+    read_store_file,
+    recovered,
+    shard_file,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Entry", "Sample", "SampleError", "Skipped", "Store", "StoreWriter"]
+
+_WRITERS = 4
+
+
+class SampleError(ValueError):
+    """A sample that must not be trained on; the text says why."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`token_ids` [T] int64, `loss_mask` [T] uint8 (1: the drafter learns to predict this token), `states`
+    [T, K + 1, H]."""
+
+    id: str
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    states: torch.Tensor
+
+
+class StoreWriter:
+    """Appends to a store; one process at a time. A context manager; leaving it does not complete the store."""
+
+    def __init__(self, directory: Path, identity: Identity, description: Mapping[str, Any], *, resumed: bool) -> None:
+        self._directory = directory
+        self._identity = identity
+        self._description = dict(description)
+        self._lock = locked(directory)
+        try:
+            self.entries = recovered(directory) if resumed else []
+            self._skipped = {each.id: each for each in read_skipped(directory)}
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.ids = {entry.id for entry in self.entries}
+        self.bytes = sum(entry.bytes for entry in self.entries)
+        self._index = (directory / INDEX_FILE).open("ab")
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="store")
+        self._complete = False
+        dataset.remove(directory)
+        self._describe()
+
+    @classmethod
+    def create(
+        cls, directory: Path, identity: Identity, settings: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> StoreWriter:
+        """Begin a store. `settings`: what a sample's content depends on, beside its id; `about`: facts for people.
+
+        Raises StoreError where `directory` holds anything already.
+        """
+        if directory.exists() and not _is_blank(directory):
+            raise StoreError(f"{directory} is not empty", remedy="name another directory, or go on there with --resume")
+        with disk(f"beginning {directory}"):
+            (directory / STATES).mkdir(parents=True, exist_ok=True)
+        return cls(directory, identity, {"settings": _plain(settings), "about": _plain(about)}, resumed=False)
+
+    @classmethod
+    def resume(cls, directory: Path, identity: Identity, settings: Mapping[str, Any]) -> StoreWriter:
+        """Go on with a store, complete or not. Raises StoreError where it belongs to something else."""
+        found = read_store_file(directory)
+        _identity_of(found, directory).require_same(identity, directory)
+        wanted = _plain(settings)
+        if different := sorted(
+            name for name in {*found["settings"], *wanted} if found["settings"].get(name) != wanted.get(name)
+        ):
+            facts = "; ".join(
+                f"{name}: {found['settings'].get(name)} there, {wanted.get(name)} now" for name in different
+            )
+            raise StoreError(
+                f"{directory} was begun with other settings: {facts}",
+                remedy="resume with the same, or write into another directory",
+            )
+        return cls(directory, identity, {"settings": found["settings"], "about": found["about"]}, resumed=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, sample: Sample) -> Entry:
+        """As `add_many` with one. Raises SampleError, StoreError, DiskFullError."""
+        self.check(sample)
+        (entry,) = self.add_many([sample])
+        return entry
+
+    def check(self, sample: Sample) -> None:
+        """Raise SampleError for what must not be trained on, StoreError for an id that is there already."""
+        if sample.id in self.ids:
+            raise StoreError(f"the sample {sample.id} is in {self._directory} already")
+        _check_sample(sample, self._identity)
+
+    def add_many(self, samples: Sequence[Sample]) -> list[Entry]:
+        """Write checked samples; when this returns they survive a power cut. Raises DiskFullError or
+        StoreError, after which the store is as it was before the call."""
+        rows = range(len(self.entries), len(self.entries) + len(samples))
+        try:
+            with disk(f"writing the sample {samples[0].id}" if samples else ""):
+                written = list(self._pool.map(self._write_shard, rows, samples))
+                self._append(written)
+        except EagleServeError:
+            for row in rows:
+                shard_file(self._directory, row).unlink(missing_ok=True)
+            raise
+        self.entries += written
+        self.ids |= {entry.id for entry in written}
+        self.bytes += sum(entry.bytes for entry in written)
+        for entry in written:
+            self._skipped.pop(entry.id, None)
+        return written
+
+    def skip(self, sample_id: str, where: str, reason: str) -> None:
+        """List a sample as left out; the list is written by `close` and `finish`."""
+        self._skipped[sample_id] = Skipped(sample_id, where, reason)
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        return tuple(self._skipped.values())
+
+    def finish(self) -> None:
+        """Write what the library reads beside the shards, and mark the store as complete.
+
+        Raises StoreError for an empty store, DiskFullError.
+        """
+        if not self.entries:
+            raise StoreError(
+                f"no sample could be stored in {self._directory}", remedy=f"see {self._directory / SKIPPED_FILE}"
+            )
+        with disk(f"completing {self._directory}"):
+            dataset.write(self._directory, [shard_file(self._directory, entry.row) for entry in self.entries])
+        self._complete = True
+        self.close()
+
+    def close(self) -> None:
+        """Write the list of skipped samples, and let others write. More can be added after `resume`."""
+        self._pool.shutdown()
+        if self._index.closed:
+            return
+        self._index.close()
+        lines = "".join(json.dumps(asdict(each)) + "\n" for each in self._skipped.values())
+        try:
+            with disk(f"closing {self._directory}"):
+                write_atomic(self._directory / SKIPPED_FILE, lines)
+                self._describe()
+        finally:
+            os.close(self._lock)
+
+    def _write_shard(self, row: int, sample: Sample) -> Entry:
+        from safetensors.torch import save  # noqa: PLC0415 - needs torch
+
+        tensors = {
+            "hidden_states": sample.states.to(_dtype(self._identity.dtype)).contiguous(),
+            "token_ids": sample.token_ids.contiguous(),
+            "loss_mask": sample.loss_mask.contiguous(),
+        }
+        content = save(tensors, {"id": sample.id})
+        write_atomic(shard_file(self._directory, row), content)
+        return Entry(
+            row=row,
+            id=sample.id,
+            tokens=len(sample.token_ids),
+            trained=int(sample.loss_mask.sum()),
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+        )
+
+    def _append(self, entries: Iterable[Entry]) -> None:
+        end = self._index.seek(0, os.SEEK_END)
+        try:
+            self._index.write("".join(json.dumps(asdict(entry)) + "\n" for entry in entries).encode())
+            self._index.flush()
+            os.fsync(self._index.fileno())
+        except OSError:
+            os.ftruncate(self._index.fileno(), end)
+            raise
+
+    def _describe(self) -> None:
+        facts = {
+            "format": FORMAT,
+            "identity": self._identity.as_dict(),
+            **self._description,
+            "complete": self._complete,
+            "samples": len(self.entries),
+            "tokens": sum(entry.tokens for entry in self.entries),
+            "trained_tokens": sum(entry.trained for entry in self.entries),
+        }
+        write_json_atomic(self._directory / STORE_FILE, facts)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store to read. Nothing is written into it."""
+
+    directory: Path
+    identity: Identity
+    settings: Mapping[str, Any]
+    about: Mapping[str, Any]
+    complete: bool
+    entries: tuple[Entry, ...]
+    skipped: tuple[Skipped, ...]
+
+    @classmethod
+    def open(cls, directory: Path) -> Store:
+        """Raises StoreError where `directory` is no store, or its index is damaged."""
+        found = read_store_file(directory)
+        return cls(
+            directory=directory,
+            identity=_identity_of(found, directory),
+            settings=found["settings"],
+            about=found["about"],
+            complete=bool(found["complete"]),
+            entries=tuple(read_index(directory)[0]),
+            skipped=tuple(read_skipped(directory)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry.tokens for entry in self.entries)
+
+    def shard(self, row: int) -> Path:
+        """The file of one sample."""
+        return shard_file(self.directory, row)
+
+    def sample(self, row: int) -> Sample:
+        """Raises StoreError for a file that is missing, cut short, or not this row's."""
+        from safetensors import SafetensorError  # noqa: PLC0415
+        from safetensors.torch import load_file  # noqa: PLC0415 - needs torch
+
+        file, entry = self.shard(row), self.entries[row]
+        try:
+            tensors = load_file(file)
+            sample = Sample(entry.id, tensors["token_ids"], tensors["loss_mask"], tensors["hidden_states"])
+            named = read_metadata(file).get("id")
+        except (OSError, SafetensorError, KeyError, CheckpointError) as error:
+            raise StoreError(
+                f"{file} cannot be read as a sample: {error}", remedy="extract it again into another directory"
+            ) from error
+        if named != entry.id:
+            raise StoreError(f"{file} holds the sample {named}, and the index says {entry.id}")
+        return sample
+
+    def token_counts(self, *, trained_only: bool = True) -> dict[int, int]:
+        """How often each token id occurs, where the loss mask is 1 or everywhere. Raises StoreError."""
+        return dataset.counts((self.shard(entry.row) for entry in self.entries), trained_only=trained_only)
+
+    def verify_digests(self, rows: Iterable[int] | None = None) -> list[str]:
+        """A sentence for each shard that is not as it was written; empty where all are."""
+        problems = []
+        for row in range(len(self)) if rows is None else rows:
+            file = self.shard(row)
+            try:
+                same = sha256_file(file) == self.entries[row].sha256
+            except OSError as error:
+                problems.append(f"{file.name}: {error.strerror}")
+                continue
+            if not same:
+                problems.append(f"{file.name}: its bytes are not those that were written")
+        return problems
+
+    def require_complete(self) -> None:
+        """Raise StoreError for a store whose extraction did not come to its end."""
+        if not self.complete:
+            raise StoreError(
+                f"{self.directory} is not complete: {len(self)} samples so far",
+                remedy="end the extraction: the same command again, with --resume",
+            )
+
+    def require_target(self, directory: Path) -> None:
+        """Raise StoreError where the checkpoint in `directory` is not the one whose states these are."""
+        for what, mine, theirs in (
+            ("target", self.identity.target, target_digest(directory)),
+            ("tokenizer", self.identity.tokenizer, tokenizer_digest(directory)),
+        ):
+            if mine != theirs:
+                raise StoreError(
+                    f"{self.directory} was made with another {what} than {directory} has: {mine} and {theirs}",
+                    remedy="name the checkpoint that the store was made with, or extract again with this one",
+                )
+
+
+def _check_sample(sample: Sample, identity: Identity) -> None:
+    tokens = len(sample.token_ids)
+    wanted = (tokens, identity.states, identity.hidden_size)
+    if tuple(sample.states.shape) != wanted:
+        raise SampleError(
+            f"the states are {list(sample.states.shape)}, not {list(wanted)}: tokens, states, hidden size"
+        )
+    if tuple(sample.loss_mask.shape) != (tokens,):
+        raise SampleError(f"{tokens} tokens have a loss mask of {list(sample.loss_mask.shape)}")
+    if tokens == 0 or not bool(sample.loss_mask.any()):
+        raise SampleError("no token of it is trained on: its loss mask is all zero")
+    if int(sample.token_ids.min()) < 0 or int(sample.token_ids.max()) >= identity.vocab_size:
+        raise SampleError(f"a token id is outside the target's vocabulary of {identity.vocab_size}")
+    # As they will be stored: a value that bfloat16 or float16 cannot hold is infinite there.
+    finite = sample.states.to(_dtype(identity.dtype)).isfinite().all(dim=-1)
+    if not bool(finite.all()):
+        token, state = (int(each) for each in (~finite).nonzero()[0])
+        raise SampleError(f"its states hold NaN or infinite values, the first at token {token}, state {state}")
+
+
+def _is_blank(directory: Path) -> bool:
+    """Empty, or begun by a process that was killed before it wrote a sample or said what it was doing."""
+    names = {child.name for child in directory.rglob("*")}
+    return STORE_FILE not in names and names <= {LOCK_FILE, STATES, INDEX_FILE}
+
+
+def _dtype(name: str) -> Any:
+    import torch  # noqa: PLC0415
+
+    return getattr(torch, name)
+
+
+def _identity_of(found: Mapping[str, Any], directory: Path) -> Identity:
+    try:
+        return Identity.from_dict(found["identity"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise StoreError(f"{directory / STORE_FILE} does not say what the store belongs to: {error}") from error
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back, so that what was written can be compared with what is wanted."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain

@@ -1,0 +1,154 @@
+"""The files of a store, and what is in the small ones. `store.py` says what each is for."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_serve.core.errors import DiskFullError, StoreError
+
+FORMAT = 1
+STORE_FILE = "store.json"
+INDEX_FILE = "index.jsonl"
+SKIPPED_FILE = "skipped.jsonl"
+STATES = "hidden_states"
+LOCK_FILE = ".lock"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the index. `row`: in the dataset and in the shard's name; `trained`: tokens with loss mask 1;
+    `bytes` and `sha256`: of the shard's file."""
+
+    row: int
+    id: str
+    tokens: int
+    trained: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that was left out. `where`: file and line it came from."""
+
+    id: str
+    where: str
+    reason: str
+
+
+def shard_file(directory: Path, row: int) -> Path:
+    """Where the states of one row are."""
+    return directory / STATES / f"hs_{row}.safetensors"
+
+
+def locked(directory: Path) -> int:
+    """A descriptor that holds the store for this process until it is closed. Raises StoreError."""
+    with disk(f"opening {directory}"):
+        handle = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise StoreError(
+            f"another process writes into {directory}", remedy="wait for it, or name another directory"
+        ) from error
+    return handle
+
+
+def read_store_file(directory: Path) -> dict[str, Any]:
+    """What STORE_FILE says. Raises StoreError."""
+    file = directory / STORE_FILE
+    try:
+        found = json.loads(file.read_bytes())
+        if found["format"] != FORMAT:
+            raise StoreError(
+                f"{directory} has format {found['format']}; this version reads {FORMAT}",
+                remedy="use the version that wrote it, or `eagle3-serve store standardize`",
+            )
+        dict(found["settings"]), dict(found["about"]), bool(found["complete"])
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{directory} is no store: it has no {STORE_FILE}",
+            remedy="make one with `eagle3-serve extract`; what another program wrote: `eagle3-serve store standardize`",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{file} cannot be read: {error}") from error
+    return dict(found)
+
+
+def read_index(directory: Path) -> tuple[list[Entry], int]:
+    """The whole lines, and how many bytes they are: what a killed process left after them does not count."""
+    file = directory / INDEX_FILE
+    entries: list[Entry] = []
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    whole = content.rfind(b"\n") + 1
+    for number, line in enumerate(content[:whole].splitlines()):
+        try:
+            entry = Entry(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{file}:{number + 1} is damaged: {error}") from error
+        if entry.row != number:
+            raise StoreError(f"{file}:{number + 1} is about row {entry.row}: a line is missing or double")
+        entries.append(entry)
+    if len({entry.id for entry in entries}) != len(entries):
+        twice = next(name for name, count in collections.Counter(each.id for each in entries).items() if count > 1)
+        raise StoreError(f"{file} has the sample {twice} twice")
+    return entries, whole
+
+
+def recovered(directory: Path) -> list[Entry]:
+    """The entries of a store to go on with; what a killed process left half done is removed."""
+    entries, whole = read_index(directory)
+    for entry in entries:
+        file = shard_file(directory, entry.row)
+        if not file.is_file() or file.stat().st_size != entry.bytes:
+            raise StoreError(
+                f"{file} is missing or not whole, and the index promises it",
+                remedy="restore the file, or extract into another directory",
+            )
+    if (directory / INDEX_FILE).exists():
+        os.truncate(directory / INDEX_FILE, whole)
+    known = {shard_file(directory, entry.row).name for entry in entries}
+    for file in (directory / STATES).iterdir():
+        if file.name not in known:
+            file.unlink()
+    return entries
+
+
+def read_skipped(directory: Path) -> Iterator[Skipped]:
+    """What was left out of the store. Raises StoreError."""
+    file = directory / SKIPPED_FILE
+    if not file.exists():
+        return
+    try:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            yield Skipped(**json.loads(line))
+    except (ValueError, TypeError, OSError) as error:
+        raise StoreError(f"{file} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def disk(doing: str) -> Iterator[None]:
+    """Errors of the file system as DiskFullError or StoreError, which name what was being done."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError(
+                f"no space left while {doing}",
+                remedy="free some space, then the same command again with --resume: what was written is whole",
+            ) from error
+        raise StoreError(f"{doing}: {error.strerror or error}") from error
