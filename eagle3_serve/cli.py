@@ -18,6 +18,7 @@ from eagle3_serve.config_cli import config_app
 from eagle3_serve.core.errors import EagleServeError
 from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.draft_cli import draft_app
+from eagle3_serve.extract_cli import extract
 from eagle3_serve.patch_cli import patch_app
 from eagle3_serve.verify_cli import verify_app
 
@@ -33,6 +34,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(patch_app, name="patch")
 app.add_typer(verify_app, name="verify")
 app.add_typer(draft_app, name="draft")
+app.command()(extract)
 
 ConfigOption = Annotated[
     Path | None,

@@ -9,10 +9,12 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.status import Status
 
 # A stage that takes long is repeated this often on a plain output, so that a log shows that it is still alive.
 _PLAIN_REPEAT_S = 15.0
+_JSON_REPEAT_S = 2.0
 
 
 class Reporter(Protocol):
@@ -23,6 +25,9 @@ class Reporter(Protocol):
 
     def stage(self, text: str, seconds: float) -> None:
         """What is going on, called often; seconds since it began."""
+
+    def progress(self, doing: str, done: float, total: float, **facts: Any) -> None:
+        """How far `doing` is, called often, also when it is done. `facts`: what else is known, such as tokens_per_s."""
 
     def __enter__(self) -> Self: ...
 
@@ -41,11 +46,39 @@ class _Base:
         return None
 
 
+class _Pace:
+    """How long something still takes, by how long it took so far; and when to speak of it again."""
+
+    def __init__(self, repeat_s: float) -> None:
+        self._repeat_s = repeat_s
+        self._doing = ""
+        self._begun = self._spoken = 0.0
+        self._before = 0.0
+
+    def is_due(self, doing: str, done: float, total: float) -> bool:
+        """At the beginning, at the end, and now and then between them."""
+        now = time.monotonic()
+        first = doing != self._doing
+        if first:  # what a resumed work found done says nothing about its speed
+            self._doing, self._begun, self._before = doing, now, done
+        if first or done >= total or now - self._spoken > self._repeat_s:
+            self._spoken = now
+            return True
+        return False
+
+    def seconds_left(self, done: float, total: float) -> float | None:
+        """None while nothing is known."""
+        if done <= self._before:
+            return None
+        return (time.monotonic() - self._begun) / (done - self._before) * max(0.0, total - done)
+
+
 class JsonReporter(_Base):
     """One JSON object a line on standard output: {"event": ..., "text": ..., ...}; stages once each."""
 
     def __init__(self) -> None:
         self._last_stage = ""
+        self._pace = _Pace(_JSON_REPEAT_S)
 
     def event(self, name: str, text: str, **facts: Any) -> None:
         """Print the event at once."""
@@ -58,6 +91,13 @@ class JsonReporter(_Base):
             self._last_stage = text
             self.event("stage", text, seconds=round(seconds, 1))
 
+    def progress(self, doing: str, done: float, total: float, **facts: Any) -> None:
+        """Print it every two seconds, and at the end."""
+        if self._pace.is_due(doing, done, total):
+            left = self._pace.seconds_left(done, total)
+            seconds_left = None if left is None else round(left, 1)
+            self.event("progress", doing, done=done, total=total, seconds_left=seconds_left, **facts)
+
 
 class PlainReporter(_Base):
     """Lines on standard error, for logs and pipes."""
@@ -65,6 +105,7 @@ class PlainReporter(_Base):
     def __init__(self) -> None:
         self._last_stage = ""
         self._last_time = 0.0
+        self._pace = _Pace(_PLAIN_REPEAT_S)
 
     def event(self, name: str, text: str, **facts: Any) -> None:
         """Print the text."""
@@ -78,6 +119,14 @@ class PlainReporter(_Base):
             self._last_stage, self._last_time = text, now
             self.event("stage", f"[{seconds:5.1f} s] {text}")
 
+    def progress(self, doing: str, done: float, total: float, **facts: Any) -> None:
+        """Print it now and then, and at the end."""
+        if self._pace.is_due(doing, done, total):
+            words = [f"{doing}: {done:,.0f} of {total:,.0f}", *_in_words(facts)]
+            if done < total:
+                words += _left(self._pace.seconds_left(done, total))
+            self.event("progress", ", ".join(words))
+
 
 class TerminalReporter(_Base):
     """A spinner with stage and seconds, on standard error."""
@@ -85,6 +134,9 @@ class TerminalReporter(_Base):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status: Status | None = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._pace = _Pace(0)
 
     def event(self, name: str, text: str, **facts: Any) -> None:
         """Print the text above the spinner; an event ends the stage before it."""
@@ -95,21 +147,62 @@ class TerminalReporter(_Base):
     def stage(self, text: str, seconds: float) -> None:
         """Show or change the spinner's line."""
         line = f"{text} [dim]{seconds:.0f} s[/dim]"
+        self._end_bar()
         if self._status is None:
             self._status = self._console.status(line)
             self._status.start()
         else:
             self._status.update(line)
 
+    def progress(self, doing: str, done: float, total: float, **facts: Any) -> None:
+        """Show or move a bar with what is known beside it."""
+        self._end_stage()
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, TextColumn("[dim]{task.fields[words]}"), console=self._console)
+            self._task = self._bar.add_task(doing, total=total, words="")
+            self._bar.start()
+        self._pace.is_due(doing, done, total)
+        left = [] if done >= total else _left(self._pace.seconds_left(done, total))
+        words = ", ".join([*_in_words(facts), *left])
+        self._bar.update(self._task, description=doing, completed=done, total=total, words=words)
+        if done >= total:
+            self._end_bar()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_stage()
+        self._end_bar()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _end_stage(self) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+def _in_words(facts: dict[str, Any]) -> list[str]:
+    """`tokens_per_s=1234.5` as "1,234 tokens/s"; other names as "5 skipped"."""
+    words = []
+    for name, value in facts.items():
+        unit = name.replace("_per_s", "/s").replace("_", " ")
+        words.append(f"{value:,.0f} {unit}" if isinstance(value, int | float) else f"{unit} {value}")
+    return words
+
+
+def _left(seconds: float | None) -> list[str]:
+    if seconds is None:
+        return []
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return [f"{hours} h {minutes} min left"]
+    return [f"{minutes} min {rest} s left" if minutes else f"{rest} s left"]
 
 
 def make_reporter(*, as_json: bool) -> Reporter:

@@ -21,11 +21,18 @@ from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
+from eagle3_serve.config.artifacts import RUN_FILE
 from eagle3_serve.config.keyfiles import GatewayKeys
 from eagle3_serve.config.resolve import Resolved, load_config
 from eagle3_serve.config.schema import Config
 from eagle3_serve.core.client import EngineClient, GatewayClient, ServerClient
-from eagle3_serve.core.errors import EagleServeError, EngineRequestError, InterruptedLoadError, TerminatedLoadError
+from eagle3_serve.core.errors import (
+    ConfigError,
+    EagleServeError,
+    EngineRequestError,
+    InterruptedLoadError,
+    TerminatedLoadError,
+)
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.verify.prompts import local_tokenizer
 from eagle3_serve.serving import flow
@@ -126,6 +133,22 @@ async def attached(url: str, keys: GatewayKeys) -> Server:
     return Server(url.rstrip("/"), served, url.rstrip("/") if is_engine else None, keys)
 
 
+def config_of(info: Mapping[str, object], source: ConfigSource) -> Config:
+    """What a running server was started with, if its run.yaml lies on this machine; else the configuration given.
+
+    `info`: its /internal/info. Raises ConfigError where there is neither.
+    """
+    run_file = Path(str(info.get("run_dir"))) / RUN_FILE
+    if source.path is None and run_file.is_file():
+        return ConfigSource(run_file, source.sets, source.environ).resolve().config
+    if source.path is None:
+        raise ConfigError(
+            f"what the server was started with ({run_file}) cannot be read on this machine",
+            remedy="give its configuration with --config, for the paths of target and drafter",
+        )
+    return source.resolve().config
+
+
 def served_facts(server: Server) -> dict[str, Any]:
     """What was served, for reports: the address of a running server, else checkpoints, release and overlay."""
     if server.plan is None or server.config is None:
@@ -188,6 +211,9 @@ class _Named:
 
     def stage(self, text: str, seconds: float) -> None:
         self._inner.stage(f"{self._name}: {text}", seconds)
+
+    def progress(self, doing: str, done: float, total: float, **facts: Any) -> None:
+        self._inner.progress(f"{self._name}: {doing}", done, total, **facts)
 
     def __enter__(self) -> _Named:
         return self

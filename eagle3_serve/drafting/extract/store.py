@@ -166,6 +166,15 @@ class StoreWriter:
         """List a sample as left out; the list is written by `close` and `finish`."""
         self._skipped[sample_id] = Skipped(sample_id, where, reason)
 
+    def note(self, run: Mapping[str, Any]) -> None:
+        """Say in `about` what one run did; `close` and `finish` write it."""
+        about = self._description["about"]
+        about["runs"] = [*about.get("runs", []), _plain(run)]
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         return tuple(self._skipped.values())

@@ -17,7 +17,7 @@ from eagle3_serve.core.client import Messages
 from eagle3_serve.core.contract import EMBEDDING, DrafterIds, known_convention
 from eagle3_serve.core.errors import CheckpointError, ConfigError, ContractError, EngineRequestError
 from eagle3_serve.core.reporter import Reporter
-from eagle3_serve.drafting.stacks import ConfigSource, Server, attached, started
+from eagle3_serve.drafting.stacks import ConfigSource, Server, attached, config_of, started
 from eagle3_serve.drafting.verify.evidence import Capture, Evidence, gather
 from eagle3_serve.drafting.verify.explain import Settings
 from eagle3_serve.drafting.verify.prompts import PromptSet, local_tokenizer
@@ -29,7 +29,6 @@ from eagle3_serve.drafting.verify.wiring_report import WiringReport, judge
 _SMALL_CHUNK = 512
 _LEAST_PROMPT = 8
 _LEAST_ROWS = 8  # fewer rows show little
-_RUN_FILE = "run.yaml"
 _CONFIGURED = "the server's configuration alone"
 _NOT_PROVEN = (
     "nothing here says what the drafter was trained on: it is shown that the engine delivers what was configured, and "
@@ -93,7 +92,7 @@ async def verify_attached(url: str, source: ConfigSource, question: Question, re
     server = await attached(url, source.resolve().secrets)
     async with TappedServer(server) as tapped:
         info = await tapped.info()
-    config = _config_of(info, source)
+    config = config_of(info, source)
     layers = info.get("layers")
     if not layers:
         raise EngineRequestError(f"{url} serves no drafter", remedy="start it with drafter.enabled: true")
@@ -261,16 +260,3 @@ def _contradiction(work: Work) -> list[str]:
     if work.stored and said is not None:
         return [f"--trained-on {list(said)} was not used: the store's own states are the better witness"]
     return []
-
-
-def _config_of(info: dict[str, object], source: ConfigSource) -> Config:
-    """What a running server was started with, if its run.yaml lies on this machine; else the configuration given."""
-    run_file = Path(str(info.get("run_dir"))) / _RUN_FILE
-    if source.path is None and run_file.is_file():
-        return ConfigSource(run_file, source.sets, source.environ).resolve().config
-    if source.path is None:
-        raise ConfigError(
-            f"what the server was started with ({run_file}) cannot be read on this machine",
-            remedy="give its configuration with --config, for the paths of target and drafter",
-        )
-    return source.resolve().config

@@ -25,6 +25,7 @@ from eagle3_serve.serving.preflight.host import check_directories, check_exposur
 from eagle3_serve.serving.preflight.rope import check_rope
 from eagle3_serve.serving.preflight.states import check_layers_of_release, check_states
 from eagle3_serve.serving.preflight.tensors import check_draft_vocabulary, check_tensors
+from eagle3_serve.serving.preflight.tokens import check_tokens
 
 __all__ = [
     "DRAFTER_ARCHITECTURE",
@@ -47,6 +48,7 @@ __all__ = [
     "check_tap",
     "check_target",
     "check_tensors",
+    "check_tokens",
     "read_checkpoints",
     "require",
 ]

@@ -1,0 +1,218 @@
+"""`eagle3-serve extract`. Errors propagate; `cli.py` reports them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eagle3_serve.cli_layers import parse_layers
+from eagle3_serve.core.errors import ConfigError, PartialResultError
+from eagle3_serve.core.reporter import Reporter, make_reporter
+from eagle3_serve.verify_cli import ConfigOption, SetOption
+
+if TYPE_CHECKING:
+    from eagle3_serve.drafting.extract.estimate import Estimate
+    from eagle3_serve.drafting.extract.job import Options
+    from eagle3_serve.drafting.extract.run import Summary
+    from eagle3_serve.drafting.stacks import ConfigSource
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_RATES = (1_000, 10_000, 50_000)
+
+
+def extract(
+    *,
+    inputs: Annotated[
+        list[Path],
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="JSON lines of messages, text or token ids, or a plain text file; repeatable.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The store to write.", show_default=False)],
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    url: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="Gateway of a running server whose tap.mode is store; starts nothing."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            show_default=False,
+            help="Whose outputs to store, as 2,30,58 (zero-based; -1: the embedding). Without it: those of the "
+            "configuration's drafter.",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", min=2, show_default=False, help="Tokens of a sample at most; the rest is cut."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, show_default=False, help="Use only the first N conversations.")
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option("--max-bytes", metavar="SIZE", show_default=False, help="Stop before the store is larger: 500G."),
+    ] = None,
+    regenerate: Annotated[
+        bool,
+        typer.Option("--regenerate", help="Let the target write the answers anew, so the drafter learns its words."),
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="With --regenerate: tokens of an answer at most.")
+    ] = 1024,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="With --regenerate: 0 answers greedily.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="With --regenerate: nucleus sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="With --regenerate and a temperature.")] = 0,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="How states are stored: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a store that was begun before.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say how many bytes, files and hours it takes, and run nothing.")
+    ] = False,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", min=0.001, show_default=False, help="With --estimate: tokens/s, for the hours."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on standard output.")] = False,
+) -> None:
+    """Write the hidden states that a drafter learns from: text in, a store of samples out.
+
+    Conversations go through the target's own chat template; the loss mask marks what the target writes. The engine is
+    started for it with its tap storing, or a running one is asked. A run that was stopped goes on with --resume.
+
+    Exit code 21: some samples were left out, and are listed in skipped.jsonl; 24: the disk is full.
+
+    Example: `eagle3-serve extract --config configs/kimi.yaml --input chats.jsonl --out /data/states --regenerate`
+    """
+    from eagle3_serve.drafting.extract.job import Options  # noqa: PLC0415 - a second of imports
+    from eagle3_serve.drafting.extract.servers import Sampling  # noqa: PLC0415
+    from eagle3_serve.drafting.stacks import ConfigSource  # noqa: PLC0415
+
+    options = Options(
+        inputs=tuple(inputs),
+        out=out,
+        layers=parse_layers(layers, "--layers") if layers is not None else None,
+        max_length=max_length,
+        limit=limit,
+        max_bytes=None if max_bytes is None else _size(max_bytes),
+        sampling=Sampling(max_tokens, temperature, top_p, seed) if regenerate else None,
+        dtype=_known_dtype(dtype),
+        resume=resume,
+    )
+    _require_files(options.inputs)
+    source = ConfigSource(config, sets=sets or (), environ=os.environ)
+    with make_reporter(as_json=as_json) as reporter:
+        if estimate:
+            _estimate(source, options, rate, reporter, as_json=as_json)
+            return
+        _extract(url, source, options, reporter, as_json=as_json)
+
+
+def _extract(url: str | None, source: ConfigSource, options: Options, reporter: Reporter, *, as_json: bool) -> None:
+    from eagle3_serve.drafting.extract.run import extract_attached, extract_started  # noqa: PLC0415
+    from eagle3_serve.drafting.stacks import run_until_done  # noqa: PLC0415
+
+    summary = run_until_done(
+        lambda: (
+            extract_attached(url, source, options, reporter)
+            if url is not None
+            else extract_started(source, options, reporter)
+        )
+    )
+    reporter.event("extracted", _in_words(summary, options), **summary.as_dict())
+    if summary.skipped or summary.stopped_by:
+        raise PartialResultError(_what_is_missing(summary), remedy=_remedy(summary, options))
+
+
+def _estimate(source: ConfigSource, options: Options, rate: float | None, reporter: Reporter, *, as_json: bool) -> None:
+    from eagle3_serve.drafting.extract.estimate import estimate  # noqa: PLC0415
+    from eagle3_serve.drafting.extract.job import prepare  # noqa: PLC0415
+    from eagle3_serve.drafting.extract.run import load_template  # noqa: PLC0415
+
+    job = prepare(source.resolve().config, options)
+    found = estimate(job, load_template(job), reporter, rate=rate)
+    if as_json:
+        typer.echo(json.dumps({"event": "estimate", **found.as_dict(), "row_bytes": job.row_bytes}))
+        return
+    typer.echo(_estimate_in_words(found, job.states, job.hidden_size, options.dtype))
+
+
+def _estimate_in_words(found: Estimate, states: int, hidden: int, dtype: str) -> str:
+    lines = [
+        f"samples     {found.samples:,}",
+        f"tokens      {found.tokens:,}, of which {found.trained_tokens:,} are trained on",
+        f"bytes       {found.bytes:,} ({_human(found.bytes)}): {states} states of {hidden} in {dtype} a token",
+        f"files       {found.files:,}",
+        f"free there  {_human(found.free_bytes)}" + ("" if found.fits else ": IT DOES NOT FIT (see --max-bytes)"),
+    ]
+    if found.most_tokens is not None:
+        lines.insert(2, f"            up to {found.most_tokens:,} tokens, if every answer takes all of --max-tokens")
+    if found.hours is not None:
+        lines.append(f"hours       {found.hours:,.2f} at {found.rate:,.0f} tokens/s")
+    else:
+        guesses = ", ".join(f"{found.tokens / rate / 3600:,.2f} at {rate:,}" for rate in _RATES)
+        lines.append(f"hours       {guesses} tokens/s (a run prints its rate: give it with --rate)")
+    lines += [f"rejected    {count:,}: {reason}" for reason, count in found.rejected.most_common()]
+    return "\n".join(lines)
+
+
+def _in_words(summary: Summary, options: Options) -> str:
+    before = f" ({summary.already_there:,} were there already)" if summary.already_there else ""
+    return (
+        f"{options.out}: {summary.samples:,} samples{before}, {summary.tokens:,} tokens, {summary.trained_tokens:,} of "
+        f"them trained on, {_human(summary.bytes)}; {summary.seconds:.1f} s, {summary.tokens_per_s:,.0f} tokens/s"
+    )
+
+
+def _what_is_missing(summary: Summary) -> str:
+    said = [f"{count:,} left out: {reason}" for reason, count in summary.skipped.most_common(5)]
+    more = len(summary.skipped) - len(said)
+    said += [f"and {more} more reasons"] if more > 0 else []
+    return "; ".join([*([f"stopped by {summary.stopped_by}"] if summary.stopped_by else []), *said])
+
+
+def _remedy(summary: Summary, options: Options) -> str:
+    if summary.stopped_by:
+        return "what was written is a whole store; for more of the text: a larger --max-bytes, and --resume"
+    return f"the store is whole without them; {options.out / 'skipped.jsonl'} lists each"
+
+
+def _require_files(inputs: tuple[Path, ...]) -> None:
+    for path in inputs:
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}", remedy="correct --input")
+
+
+def _known_dtype(name: str) -> str:
+    known = ("bfloat16", "float16", "float32")
+    if name not in known:
+        raise ConfigError(f"--dtype {name} is not known", remedy=f"one of {', '.join(known)}")
+    return name
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f"--max-bytes {text} is no size", remedy="such as 500G, 1.5T or 200Mi")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _human(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.2f} TB"
