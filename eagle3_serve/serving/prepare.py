@@ -55,6 +55,7 @@ def prepare(resolved: Resolved, machine: Machine | None = None) -> Prepared:
         *preflight.check_tensors(checkpoints),
         *preflight.check_draft_vocabulary(checkpoints),
         *preflight.check_rope(checkpoints, release),
+        *preflight.check_tokens(config, checkpoints),
         *preflight.check_arguments(config),
         *preflight.check_release(config, machine, supported_versions()),
         *overlay_findings,
