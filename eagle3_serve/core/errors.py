@@ -96,7 +96,7 @@ class TrainingError(EagleServeError):
 
 class DiskFullError(EagleServeError):
     exit_code = 24
-    meaning = "no space is left (or --max-bytes is reached): what was written is whole, and the command can be resumed"
+    meaning = "no space is left: what was written is whole, and the command can be resumed"
 
 
 class InterruptedLoadError(EagleServeError):

@@ -16,6 +16,7 @@ A process that is killed at any moment leaves whole samples and at most one file
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ from eagle3_serve.drafting.extract.store_files import (
     Entry,
     Skipped,
     disk,
+    disk_error,
     locked,
     read_index,
     read_skipped,
@@ -87,7 +89,9 @@ class StoreWriter:
             raise
         self.ids = {entry.id for entry in self.entries}
         self.bytes = sum(entry.bytes for entry in self.entries)
-        self._index = (directory / INDEX_FILE).open("ab")
+        self._index = (directory / INDEX_FILE).open(
+            "ab", buffering=0
+        )  # what a full disk refused must not be tried again at close
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="store")
         self._complete = False
         dataset.remove(directory)
@@ -144,22 +148,30 @@ class StoreWriter:
         _check_sample(sample, self._identity)
 
     def add_many(self, samples: Sequence[Sample]) -> list[Entry]:
-        """Write checked samples; when this returns they survive a power cut. Raises DiskFullError or
-        StoreError, after which the store is as it was before the call."""
-        rows = range(len(self.entries), len(self.entries) + len(samples))
-        try:
-            with disk(f"writing the sample {samples[0].id}" if samples else ""):
-                written = list(self._pool.map(self._write_shard, rows, samples))
-                self._append(written)
-        except EagleServeError:
-            for row in rows:
-                shard_file(self._directory, row).unlink(missing_ok=True)
-            raise
-        self.entries += written
-        self.ids |= {entry.id for entry in written}
-        self.bytes += sum(entry.bytes for entry in written)
-        for entry in written:
-            self._skipped.pop(entry.id, None)
+        """Write checked samples; when this returns they survive a power cut.
+
+        Raises DiskFullError or StoreError for the first that cannot be written, which it names: those before it are
+        in the store, it and those after it are not.
+        """
+        first = len(self.entries)
+        written: list[Entry] = []
+        failed: BaseException | None = None
+        for sample, writing in [
+            (sample, self._pool.submit(self._write_shard, first + number, sample))
+            for number, sample in enumerate(samples)
+        ]:
+            error = writing.exception()  # waits: all are done, before one that could not be written is undone
+            if isinstance(error, OSError):
+                error = disk_error(f"writing the sample {sample.id}", error)
+            failed = failed or error
+            if failed is None:
+                written.append(writing.result())
+        for row in range(first + len(written), first + len(samples)):
+            shard_file(self._directory, row).unlink(missing_ok=True)
+        if written:
+            self._append(written)
+        if failed is not None:
+            raise failed
         return written
 
     def skip(self, sample_id: str, where: str, reason: str) -> None:
@@ -226,15 +238,25 @@ class StoreWriter:
             sha256=hashlib.sha256(content).hexdigest(),
         )
 
-    def _append(self, entries: Iterable[Entry]) -> None:
+    def _append(self, entries: Sequence[Entry]) -> None:
+        """Make shards count: their lines in the index, and what this object knows of them."""
         end = self._index.seek(0, os.SEEK_END)
+        lines = "".join(json.dumps(asdict(entry)) + "\n" for entry in entries).encode()
         try:
-            self._index.write("".join(json.dumps(asdict(entry)) + "\n" for entry in entries).encode())
-            self._index.flush()
-            os.fsync(self._index.fileno())
-        except OSError:
+            with disk(f"writing the index line of sample {entries[0].id}"):
+                if self._index.write(lines) != len(lines):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self._index.fileno())
+        except EagleServeError:
             os.ftruncate(self._index.fileno(), end)
+            for entry in entries:
+                shard_file(self._directory, entry.row).unlink(missing_ok=True)
             raise
+        self.entries += entries
+        self.ids |= {entry.id for entry in entries}
+        self.bytes += sum(entry.bytes for entry in entries)
+        for entry in entries:
+            self._skipped.pop(entry.id, None)
 
     def _describe(self) -> None:
         facts = {

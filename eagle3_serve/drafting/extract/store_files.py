@@ -146,9 +146,14 @@ def disk(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise DiskFullError(
-                f"no space left while {doing}",
-                remedy="free some space, then the same command again with --resume: what was written is whole",
-            ) from error
-        raise StoreError(f"{doing}: {error.strerror or error}") from error
+        raise disk_error(doing, error) from error
+
+
+def disk_error(doing: str, error: OSError) -> DiskFullError | StoreError:
+    """`error` as this product says it."""
+    if error.errno in _FULL:
+        return DiskFullError(
+            f"no space left while {doing}",
+            remedy="free some space, then the same command again with --resume: what was written is whole",
+        )
+    return StoreError(f"{doing}: {error.strerror or error}")

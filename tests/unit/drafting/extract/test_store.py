@@ -221,7 +221,7 @@ def test_a_writer_that_is_killed_leaves_whole_samples_and_the_next_goes_on(tmp_p
     assert not [file for file in (tmp_path / "s").iterdir() if file.name.startswith(".dataset")]
 
 
-def test_a_full_disk_leaves_the_store_as_it_was_and_names_the_sample(tmp_path, monkeypatch):
+def test_a_full_disk_names_the_first_sample_that_did_not_fit_and_keeps_those_before_it(tmp_path, monkeypatch):
     from eagle3_serve.drafting.extract import store as module
 
     writer = create(tmp_path / "s")
@@ -234,13 +234,14 @@ def test_a_full_disk_leaves_the_store_as_it_was_and_names_the_sample(tmp_path, m
         whole(path, content)
 
     monkeypatch.setattr(module, "write_atomic", full)
-    with pytest.raises(DiskFullError, match="sample b") as error:
-        writer.add_many([sample("b", seed=2), sample("c", seed=3)])
+    with pytest.raises(DiskFullError, match="sample c") as error:
+        writer.add_many([sample("b", seed=2), sample("c", seed=3), sample("d", seed=4)])
     assert "--resume" in error.value.remedy
     monkeypatch.undo()
     writer.close()
-    assert [entry.id for entry in Store.open(tmp_path / "s").entries] == ["a"]
-    assert [file.name for file in (tmp_path / "s" / "hidden_states").iterdir()] == ["hs_0.safetensors"]
+    assert [entry.id for entry in Store.open(tmp_path / "s").entries] == ["a", "b"]
+    left = sorted(file.name for file in (tmp_path / "s" / "hidden_states").iterdir())
+    assert left == ["hs_0.safetensors", "hs_1.safetensors"]
 
 
 def test_a_store_without_samples_cannot_be_completed(tmp_path):

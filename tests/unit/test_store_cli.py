@@ -1,0 +1,120 @@
+"""`eagle3-serve store`: what is printed, as text and as JSON, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from eagle3_serve.core.errors import StoreError
+from eagle3_serve.core.reporter import make_reporter
+from eagle3_serve.drafting.store.inspect import Request, inspect
+from eagle3_serve.drafting.store.render import show
+from eagle3_serve.store_cli import store_app
+from tests.unit.drafting.store.synthetic import LAYERS, TEXTS, Target, rewrite, write_store, write_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return write_target(tmp_path_factory.mktemp("target") / "synthetic")
+
+
+@pytest.fixture(scope="module")
+def sound(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("store") / "sound", target, finish=True)
+
+
+@pytest.fixture
+def store(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(store_app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+
+@pytest.mark.parametrize("command", ["inspect", "standardize"])
+def test_each_command_has_help_with_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: eagle3-serve store {command}" in " ".join(result.output.split())
+
+
+def test_inspect_says_what_is_in_the_store_and_marks_trained_tokens_without_colours(store: Path) -> None:
+    result = run("inspect", str(store))
+    assert result.exit_code == 0
+    for words in (
+        ": complete",
+        "8 (1 skipped)",
+        "outputs of layers 2, 5, 8 and the last (9), before the final norm; 32 x bfloat16",
+        "SGLang 0.5.23",
+        "max_length: 64",
+        "chat-99 (chats.jsonl:99): no token of it is trained on",
+        "<|im_user|>What?<|im_end|><|im_assistant|>⟦The quick brown fox jumps over the lazy dog.<|im_end|>⟧",
+        "alignment: aligned",
+        "no fault was found",
+    ):
+        assert words in result.output, words
+    assert "\x1b" not in result.output
+
+
+def test_inspect_prints_the_whole_report_before_it_ends_with_the_error_of_a_store(store: Path) -> None:
+    rewrite(store, 3, lambda tensors: tensors["token_ids"].__setitem__(10, 7))
+    result = run("inspect", str(store))
+    assert isinstance(result.exception, StoreError)
+    assert result.exception.exit_code == 22
+    assert "FAULT: row 3: input_ids has 7 at position 10" in result.output
+    assert "alignment: aligned" in result.output
+    assert "no fault was found" not in result.output
+
+
+def test_json_is_one_object_on_standard_output_with_all_faults(store: Path) -> None:
+    rewrite(store, 3, lambda tensors: tensors["token_ids"].__setitem__(10, 7))
+    result = run("inspect", str(store), "--json", "--all")
+    assert isinstance(result.exception, StoreError)
+    content = json.loads(result.stdout)
+    assert content["sound"] is False
+    assert [fault["kind"] for fault in content["faults"]] == ["dataset-input_ids", "digest"]
+    assert content["faults"][0]["rows"] == [3]
+    assert content["identity"]["layers"] == list(LAYERS)
+    assert len(content["alignment"]["samples"]) == len(TEXTS)
+
+
+def test_row_shows_that_sample_alone_and_whole(store: Path) -> None:
+    result = run("inspect", str(store), "--row", "6", "--samples", "1")
+    assert result.exit_code == 0
+    assert "Sphinx of black quartz, judge my vow! ✓ 🦊 done." in result.output
+    assert "quick brown" not in result.output
+    assert "2 of 8 samples looked into" in result.output
+
+
+def test_a_terminal_gets_colours_and_no_brackets_and_text_is_never_taken_for_markup(sound: Path) -> None:
+    report = inspect(Request(sound), make_reporter(as_json=False))
+    screen = io.StringIO()
+    show(report, Console(file=screen, force_terminal=True, color_system="standard", width=40), whole=True)
+    assert "⟦" not in screen.getvalue()
+    assert "\x1b[1;32mThe quick brown fox jumps over the lazy dog." in screen.getvalue()
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("inspect", ".", "--samples", "0"), ("standardize", "a", "b")])
+def test_a_wrong_command_line_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_standardize_of_nothing_is_one_error(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run(
+        "standardize",
+        str(tmp_path / "empty"),
+        str(tmp_path / "new"),
+        "--target",
+        str(target.directory),
+        "--layers",
+        "2,5,8",
+    )
+    assert isinstance(result.exception, StoreError), result.exception
