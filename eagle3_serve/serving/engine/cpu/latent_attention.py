@@ -84,7 +84,15 @@ def _slots_and_mask(
     if batch * n != tokens or tokens * heads * longest > MAX_SCORES:
         return nothing
     slots = backend.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
-    return slots.flatten(), batch, additive_mask(lens, n, heads, longest, tree_mask)
+    return own_slots(slots, lens).flatten(), batch, additive_mask(lens, n, heads, longest, tree_mask)
+
+
+def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """[B, L] pool slots with those past a request's end replaced by 0, SGLang's padding: they may hold what another
+    request left, and its NaN, weighted with zero, would be NaN here too."""
+    if len(lens) == 1:
+        return slots
+    return slots.masked_fill(torch.arange(slots.shape[1]) >= lens[:, None], 0)
 
 
 def additive_mask(lens: torch.Tensor, n: int, heads: int, longest: int, tree_mask: torch.Tensor | None) -> torch.Tensor:

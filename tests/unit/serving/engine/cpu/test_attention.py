@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from eagle3_serve.serving.engine.cpu import attention  # noqa: E402
-from eagle3_serve.serving.engine.cpu.latent_attention import BatchPlan, additive_mask, attend  # noqa: E402
+from eagle3_serve.serving.engine.cpu.latent_attention import BatchPlan, additive_mask, attend, own_slots  # noqa: E402
 
 
 @dataclass
@@ -282,7 +282,11 @@ def test_latent_attention_over_one_plan_is_the_general_attention(prefix: list[in
     columns = torch.arange(n) + (t["lens"] - n)[:, None]
     t["key_pool"][t["req_to_token"].long()[t["rows"][:, None], columns].flatten()] = t["k"]
     longest = int(t["lens"].max())
-    slots = t["req_to_token"][t["rows"], :longest].long().flatten()
+    table = t["req_to_token"][t["rows"], :longest].long()
+    used = {0, *(slot for row, length in zip(table.tolist(), t["lens"].tolist(), strict=True) for slot in row[:length])}
+    # What others left in the slots past a request's end must not matter.
+    t["key_pool"][[slot for slot in range(len(t["key_pool"])) if slot not in used]] = float("nan")
+    slots = own_slots(table, t["lens"]).flatten()
     plan = BatchPlan(
         positions=columns.flatten(),
         rotation=torch.zeros(0),
