@@ -27,7 +27,7 @@ from eagle3_serve.core.errors import CheckpointError
 TOLERANCE = 0.02
 # Fewer rows could all be of rms 1 by chance.
 FEWEST_ROWS = 8
-_NORM = re.compile(r"(?:.*\.)?model\.norm\.weight|norm\.weight")
+_NORM = re.compile(r"(?:.*\.)?(?:model|language_model)\.norm\.weight|norm\.weight")
 # y / w where w is this much smaller than the largest is what rounding left.
 _SMALLEST = 1e-4
 _ROWS = 1024

@@ -1,0 +1,99 @@
+"""What a figure was measured on, and the memory of processes while it was."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LOOK_EVERY_S = 0.25
+GIB = 2**30
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that a speed depends on."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "triton", "sglang", "transformers", "speculators"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    gpus = _nvidia_smi("--query-gpu=name,driver_version")
+    found["machine"] = gpus[0] if gpus else f"{len(os.sched_getaffinity(0))} CPU cores"
+    return found
+
+
+def engine_pids(report_dir: Path) -> list[int]:
+    """All processes of the engine that reports there."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("EAGLE3_SERVE_REPORT_DIR") == str(report_dir):
+                found.append(process.pid)
+    return found
+
+
+@dataclass
+class Peak:
+    """Most memory seen so far, in GiB. `host`: resident, summed over the processes; `gpu`: None where the driver does
+    not tell processes apart, or where there is no GPU."""
+
+    host: float = 0.0
+    gpu: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the result."""
+        return {"host_gib": round(self.host, 2), "gpu_gib": None if self.gpu is None else round(self.gpu, 2)}
+
+
+@contextlib.contextmanager
+def watched(pids: Sequence[int], peak: Peak) -> Iterator[None]:
+    """Raise `peak` while the block runs."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            peak.host = max(peak.host, _host_gib(pids))
+            if (gpu := _gpu_gib(pids)) is not None:
+                peak.gpu = max(peak.gpu or 0.0, gpu)
+            over.wait(LOOK_EVERY_S)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _host_gib(pids: Sequence[int]) -> float:
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
+    return total / GIB
+
+
+def _gpu_gib(pids: Sequence[int]) -> float | None:
+    used = [line.split(", ") for line in _nvidia_smi("--query-compute-apps=pid,used_memory")]
+    mine = [float(memory) for pid, memory in used if pid.isdigit() and int(pid) in pids and memory.isdigit()]
+    return sum(mine) * 2**20 / GIB if mine else None
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return []

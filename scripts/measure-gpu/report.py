@@ -1,0 +1,166 @@
+"""Puts the parts' results together: one JSON file, and a table for people, named after day and machine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ratios import shown
+from serving import ALONE, DRAFTED
+from sizes import Sizes, write_json
+
+Json = dict[str, Any]
+PARTS = ("target", "extraction", "store", "training", "wiring", "serving")
+
+
+def write_report(sizes: Sizes, out: Path) -> Json:
+    """OUT/results/DATE-MACHINE-LAYERS.{json,md}, from the parts that were run."""
+    found: Json = {}
+    for part in PARTS:
+        file = out / "results" / f"{part}.json"
+        if file.exists():
+            found[part] = json.loads(file.read_text())
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    machine = "cpu-toy" if sizes.is_toy else "h200"
+    name = f"{day}-{machine}-{sizes.shape.layers}-layers"
+    write_json(out / "results" / f"{name}.json", {"date": day, "toy": sizes.is_toy, **found})
+    (out / "results" / f"{name}.md").write_text(render(found, sizes, day))
+    return {"written": [f"{out / 'results' / name}.{suffix}" for suffix in ("json", "md")]}
+
+
+def render(found: Mapping[str, Json], sizes: Sizes, day: str) -> str:
+    """Markdown."""
+    lines = [f"# {sizes.shape.layers} layers on {'a CPU, a toy' if sizes.is_toy else 'one H200'}, {day}", ""]
+    if sizes.is_toy:
+        lines += ["A trial of the scripts. These figures say nothing about any machine.", ""]
+    lines += [
+        "One run, one seed. In brackets: 95% bootstrap intervals, over rounds for speeds, over prompts for accept "
+        "lengths. Every ratio is taken round by round, arms side by side in the same run.",
+        "",
+    ]
+    sections = (
+        ("target", _target),
+        ("extraction", _extraction),
+        ("store", _store),
+        ("training", _training),
+        ("wiring", _wiring),
+        ("serving", _serving),
+    )
+    for part, section in sections:
+        lines += [*(section(found[part]) if part in found else [f"{part.capitalize()}: not measured."]), ""]
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _target(facts: Json) -> list[str]:
+    text = facts["text"]
+    files = ", ".join(f"{count} of {name}" for name, count in text["files"].items())
+    heldout = facts["heldout"]
+    return [
+        "## Target",
+        "",
+        f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['layers']} layers, hidden {facts['hidden']}; trained "
+        f"{facts['seconds']:.0f} s ({facts['steps']} steps of {facts['tokens_a_step']:,} tokens) on "
+        f"{text['tokens']['train']:,} tokens of source text ({files} files). Held-out files: loss {heldout['loss']}, "
+        f"top-1 {heldout['top1']:.0%}.",
+    ]
+
+
+def _extraction(facts: Json) -> list[str]:
+    arms = facts["arms"]
+    rows = [
+        (
+            name,
+            shown(arm["tokens_per_s"], 0),
+            *(f"{arm[key]:.1f}" if arm[key] else "-" for key in ("host_gib", "gpu_gib")),
+        )
+        for name, arm in arms.items()
+    ]
+    ratios = facts["ratios"]
+    return [
+        "## Extraction",
+        "",
+        f"{facts['rounds']} rounds of {facts['samples']} samples of {facts['length']} tokens; layers "
+        f"{facts['layers']}, and the last one before the final norm.",
+        "",
+        *_table(("arm", "tokens/s", "host, GiB", "GPU, GiB"), rows),
+        "",
+        f"Extraction against the same engine's prefill without a tap: **{shown(ratios['to_prefill'], 2)}** (wanted: at "
+        f"least 0.8). Against transformers: **{shown(ratios['to_transformers'], 2)}** times.",
+        "",
+        facts["memory_note"],
+    ]
+
+
+def _store(facts: Json) -> list[str]:
+    return [
+        "## Store",
+        "",
+        f"{facts['samples']:,} samples, {facts['tokens']:,} tokens, {facts['trained_tokens']:,} of them trained on: "
+        f"the target's own continuations of training text. {_steps(facts)}.",
+    ]
+
+
+def _training(facts: Json) -> list[str]:
+    settings, before, after = (
+        json.dumps(each) for each in (facts["settings"], facts["training"]["before"], facts["training"]["validation"])
+    )
+    return [
+        "## Drafter",
+        "",
+        f"{_steps(facts)}. Settings: `{settings}`. On samples that were not trained on: `{after}`, before training "
+        f"`{before}`.",
+    ]
+
+
+def _steps(facts: Json) -> str:
+    return "; ".join(f"{each['step']} {each['seconds']:.0f} s" for each in facts["steps"])
+
+
+def _wiring(facts: Json) -> list[str]:
+    return ["## Wiring", "", f"`verify wiring` against the store: {facts['headline']}"]
+
+
+def _serving(facts: Json) -> list[str]:
+    rows = []
+    for streams, each in facts["streams"].items():
+        length = each["accept_length"]
+        for name in ("steady", "end_to_end"):
+            speeds = each[name]
+            gain = shown(speeds["ratio"], 2) if speeds["ratio"] else "-"
+            even = each.get("break_even_accept_length") if name == "steady" else None
+            rows.append(
+                (
+                    f"{streams}, {name.replace('_', ' ')}",
+                    shown(speeds[ALONE]),
+                    shown(speeds[DRAFTED]),
+                    f"**{gain}**",
+                    f"{length['value']:.2f} ({length['low']:.2f}-{length['high']:.2f})",
+                    f"{even:.2f}" if even else "",
+                )
+            )
+    lossless = facts["lossless"]
+    arms = "; ".join(
+        f"{arm['name']}: {arm['same']} of {arm['prompts']} the same, {arm['ties']} ties, {arm['faults']} faults"
+        for arm in lossless["arms"]
+    )
+    return [
+        "## Serving",
+        "",
+        f"{facts['prompt_tokens']} tokens in, {facts['answer_tokens']} out, greedy, end token ignored; draft "
+        f"{facts['draft']['steps']} steps, topk {facts['draft']['topk']}, {facts['draft']['draft_tokens']} tokens. "
+        "Steady: while every stream decodes. Break-even: the accept length at which a draft-and-verify step pays.",
+        "",
+        *_table(("streams", ALONE, DRAFTED, "ratio", "accept length", "break-even"), rows),
+        "",
+        f"Greedy answers against those without a drafter: {lossless['verdict']}. {arms}. A tie: a gap of at most "
+        f"{lossless['tie_gap']} nats.",
+        "",
+        f"Versions: `{json.dumps(facts['versions'])}`.",
+    ]
