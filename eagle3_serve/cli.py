@@ -20,6 +20,8 @@ from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.draft_cli import draft_app
 from eagle3_serve.extract_cli import extract
 from eagle3_serve.patch_cli import patch_app
+from eagle3_serve.store_cli import store_app
+from eagle3_serve.train_cli import train
 from eagle3_serve.verify_cli import verify_app
 
 app = typer.Typer(
@@ -34,7 +36,9 @@ app.add_typer(config_app, name="config")
 app.add_typer(patch_app, name="patch")
 app.add_typer(verify_app, name="verify")
 app.add_typer(draft_app, name="draft")
+app.add_typer(store_app, name="store")
 app.command()(extract)
+app.command()(train)
 
 ConfigOption = Annotated[
     Path | None,

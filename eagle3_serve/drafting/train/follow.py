@@ -1,0 +1,200 @@
+"""Runs the training's process to its end: what it reports is shown and kept, signals end it, failures become errors."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from eagle3_serve.core.errors import DiskFullError, EagleServeError, TrainingError
+from eagle3_serve.drafting.train import library
+from eagle3_serve.drafting.train.job import EXIT_STOPPED, Job, reason_of
+from eagle3_serve.drafting.train.plan import Plan
+from eagle3_serve.drafting.train.plot import write_plot
+from eagle3_serve.drafting.train.process import TrainingProcess
+from eagle3_serve.drafting.train.progress import Display, Status
+from eagle3_serve.drafting.train.records import BEFORE, History, Record, RecordReader, expected_accept_length
+
+METRICS_FILE, LOG_FILE = "metrics.jsonl", "train.log"
+_POLL_S = 0.2
+# A step may take long, and on a GPU the first ones compile; then the checkpoint is written.
+_GRACE_S = 120.0
+_KILLED = 128 + signal.SIGKILL
+
+
+@dataclass
+class Course:
+    """Where a running training is."""
+
+    history: History
+    first_step: int = 0
+    started: float = 0.0
+    steps_per_epoch: int = 0
+    failure: Record | None = None
+    ended: bool = False
+    signals: list[int] = field(default_factory=list)
+
+
+def follow(plan: Plan, display: Display, *, validate: int | None) -> History:
+    """Train from the newest checkpoint, or from the beginning, to the end.
+
+    `validate`: an epoch that is measured first. Raises TrainingError and DiskFullError, which name the log.
+    """
+    metrics, log = plan.out / METRICS_FILE, plan.out / LOG_FILE
+    course = Course(History.read(metrics))
+    reader = RecordReader(metrics, from_end=True)
+    Job(plan.arguments, str(metrics), cpu=not plan.cuda, validate=validate).write(plan.work / "job.json")
+    log_start = log.stat().st_size if log.exists() else 0
+    cache = {"HF_DATASETS_CACHE": str(plan.work / "cache")}
+    process = TrainingProcess.start(plan.command, log=log, directory=plan.work, environment=cache)
+    try:
+        with _signals(course):
+            while (code := process.exit_code()) is None:
+                _take(reader, course, plan, display)
+                if course.signals:
+                    display.event("stopping", "stopping after this step; a second signal ends it at once")
+                    process.stop(_GRACE_S, hurry=lambda: len(course.signals) > 1)
+                    code = process.exit_code()
+                    break
+                time.sleep(_POLL_S)
+            _take(reader, course, plan, display)
+    finally:
+        process.close()
+    if course.ended and not course.signals:
+        return course.history
+    raise error_of(course, code, log, log_start)
+
+
+def error_of(course: Course, code: int | None, log: Path, log_start: int = 0) -> EagleServeError:
+    """What a training's process that ended with exit code `code` and not at its end is to the user."""
+    go_on = "go on with --resume"
+    if course.signals or code == EXIT_STOPPED:
+        kept = "a checkpoint was written" if code == EXIT_STOPPED else "the newest checkpoint is whole"
+        return TrainingError(f"the training was stopped by a signal; {kept}", remedy=go_on)
+    tail = _telling_lines(log, log_start)
+    failure = course.failure or {"reason": reason_of(tail), "text": ""}
+    what, reason = failure["text"] or tail or f"exit code {code}", failure["reason"]
+    if reason == "disk":
+        return DiskFullError(
+            f"no space was left while training: {what}",
+            remedy=f"free some space and {go_on}; checkpoints that were finished are whole",
+        )
+    if reason == "error" and code == _KILLED:
+        reason = "memory"
+        what = "the process was killed (SIGKILL), as the system does when memory runs out"
+    remedies = {
+        "nonfinite": "lower lr, raise warmup_ratio, and look at the states with `eagle3-serve store inspect`; earlier "
+        "checkpoints are whole",
+        "samples": "the store is damaged: check it with `eagle3-serve store inspect`",
+        "memory": f"lower tokens_per_step, set gradient_checkpointing=true, or lower draft_vocab_size; the log: {log}",
+    }
+    return TrainingError(
+        f"the training failed: {what}", remedy=remedies.get(reason, f"read the log {log}; then {go_on}")
+    )
+
+
+def _take(reader: RecordReader, course: Course, plan: Plan, display: Display) -> None:
+    for record in reader.new():
+        course.history.add(record)
+        match record["kind"]:
+            case "begin":
+                course.first_step, course.started = record["from_step"], time.monotonic()
+                course.steps_per_epoch = record["steps_per_epoch"]
+                display.event("begin", _begin_text(record), **_facts(record))
+            case "train":
+                display.step(_status(record, course, plan))
+            case "validation":
+                display.event("validation", _validation_text(record), **_facts(record))
+                write_plot(plan.out / "training.png", course.history)
+                _prune(plan, course.history)
+            case "checkpoint":
+                display.event("checkpoint", f"checkpoint at step {record['step']}", **_facts(record))
+            case "failed":
+                course.failure = record
+            case "end":
+                course.ended = True
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    facts = {name: value for name, value in record.items() if name != "kind"}
+    if "accuracy" in record:
+        facts["expected_accept_length"] = round(expected_accept_length(record["accuracy"]), 3)
+    return facts
+
+
+def _begin_text(record: Record) -> str:
+    where = f" from step {record['from_step']}" if record["from_step"] else ""
+    return f"training{where}: {record['epochs']} epochs of {record['steps_per_epoch']} steps"
+
+
+def _validation_text(record: Record) -> str:
+    epoch = "before training" if record["epoch"] == BEFORE else f"after epoch {record['epoch'] + 1}"
+    accuracy = " / ".join(f"{each:.3f}" for each in record["accuracy"])
+    return (
+        f"validation {epoch}: loss {record['loss']:.4f}, right by position {accuracy}, expected accept length "
+        f"{expected_accept_length(record['accuracy']):.2f}"
+    )
+
+
+def _status(record: Record, course: Course, plan: Plan) -> Status:
+    total = plan.options.epochs * course.steps_per_epoch
+    done = record["step"] + 1
+    fresh = done - course.first_step
+    # The first step carries the start-up; an estimate from it alone would be far off.
+    seconds = time.monotonic() - course.started
+    eta = seconds / fresh * (total - done) if fresh > 1 else None
+    return Status(
+        epoch=record["epoch"] + 1,
+        epochs=plan.options.epochs,
+        step=done,
+        steps=max(total, done),
+        loss=record["loss"],
+        accuracy=tuple(record["accuracy"]),
+        tokens_per_s=record["tokens_per_s"] * plan.options.devices,
+        lr=record["lr"],
+        eta_s=eta,
+    )
+
+
+def _prune(plan: Plan, history: History) -> None:
+    """Keep the best measured checkpoint and the newest one."""
+    there = library.checkpoints(plan.checkpoints)
+    keep = {history.best_epoch(there), *there[-1:]}
+    for epoch in there:
+        if epoch not in keep:
+            library.remove_checkpoint(plan.checkpoints, epoch)
+
+
+def _telling_lines(log: Path, start: int) -> str:
+    """The last error of this process's part of the log, or its last lines."""
+    try:
+        with log.open("rb") as opened:
+            opened.seek(start)
+            lines = [line for line in opened.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    lines = [line for line in lines if not line.startswith("[eagle3-serve] engine exited")]
+    errors = [line for line in lines if line[:1].isalpha() and "Error" in line.split(":")[0]]
+    return errors[-1][:1000] if errors else "\n".join(line[:300] for line in lines[-6:])
+
+
+@contextmanager
+def _signals(course: Course) -> Iterator[None]:
+    """Record SIGINT and SIGTERM instead of dying of them; the loop acts."""
+
+    def record(number: int, _frame: FrameType | None) -> None:
+        course.signals.append(number)
+
+    before: dict[int, Callable[..., Any] | int | None] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, record)
+    try:
+        yield
+    finally:
+        for restored, handler in before.items():
+            signal.signal(restored, handler)

@@ -1,0 +1,88 @@
+"""What the worker hangs into the library's training: the answer to signals, and its metrics as records."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from types import FrameType
+from typing import Any
+
+from eagle3_serve.drafting.train import library
+from eagle3_serve.drafting.train.records import BEFORE, RecordWriter
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequestedError(BaseException):
+    """A signal asked for the end. Not an Exception: the library catches those where it saves after a signal."""
+
+
+class FailedError(Exception):
+    """The training cannot go on. `reason`: as in records.py."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class StopSignal:
+    """SIGTERM and SIGINT. With `defer` they set `asked`, for the next checkpoint; else they end the run at once, as
+    where several processes would have to stop after the same step."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.defer = False
+
+    def install(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.defer:
+            raise StopRequestedError
+        self.asked = True
+
+
+class MetricsHandler(logging.Handler):
+    """The library's metrics as records. Raises FailedError where the training makes no sense any more."""
+
+    def __init__(self, records: RecordWriter | None) -> None:
+        super().__init__()
+        self.before_training = False
+        self._records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = record.msg
+        if not isinstance(found, dict) or self._records is None:
+            return
+        if "train" in found:
+            self._train(found, self._records)
+        elif found.get("val"):
+            reading = library.reading(found["val"], "_epoch")
+            epoch = BEFORE if self.before_training else found["epoch"]
+            step = getattr(record, "step", 0)
+            _require_finite(reading["loss"], "validation loss", step, epoch)
+            self._records.write("validation", epoch=epoch, step=step, **reading)
+
+    @staticmethod
+    def _train(found: dict[str, Any], records: RecordWriter) -> None:
+        metrics, step = found["train"], found["global_step"]
+        reading = library.reading(metrics)
+        _require_finite(reading["loss"], "loss", step, found["epoch"])
+        if metrics.get("error_records", 0) > 0:
+            raise FailedError("samples", f"step {step}: a sample's states do not belong to its tokens")
+        rates = found["lr"] if isinstance(found["lr"], dict) else {"": found["lr"]}
+        records.write(
+            "train",
+            epoch=found["epoch"],
+            step=step,
+            **reading,
+            tokens_per_s=round(found["profile"]["tokens_per_s"], 1),
+            lr=max(rates.values()),
+        )
+
+
+def _require_finite(loss: float, what: str, step: int, epoch: int) -> None:
+    if not math.isfinite(loss):
+        raise FailedError("nonfinite", f"the {what} is {loss} at step {step}, epoch {epoch + 1}")

@@ -1,0 +1,165 @@
+"""`train`: from a store of hidden states to a drafter that SGLang serves.
+
+    options -> plan (every cheap check) -> OUT claimed -> what the library is handed -> its process, followed to the end
+            -> the best checkpoint in SGLang's layout, checked
+
+OUT: run.json and train.yaml (what the run is), train.log, metrics.jsonl, training.png, checkpoints/, drafter/, and
+work/, which is made anew by every process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_serve import __version__
+from eagle3_serve.config.artifacts import dump_yaml
+from eagle3_serve.core.errors import CheckpointError, ConfigError, DiskFullError, TrainingError
+from eagle3_serve.core.files import write_atomic, write_json_atomic
+from eagle3_serve.drafting.train import library
+from eagle3_serve.drafting.train.follow import LOG_FILE, METRICS_FILE, follow
+from eagle3_serve.drafting.train.job import reason_of
+from eagle3_serve.drafting.train.options import SHAPE, TrainOptions
+from eagle3_serve.drafting.train.plan import Plan, same_run
+from eagle3_serve.drafting.train.plot import write_plot
+from eagle3_serve.drafting.train.prepare import prepare
+from eagle3_serve.drafting.train.progress import Display
+from eagle3_serve.drafting.train.publish import DRAFTER, RECORD_FILE, publish
+from eagle3_serve.drafting.train.records import BEFORE, History
+
+RUN_FILE, OPTIONS_FILE = "run.json", "train.yaml"
+# What may be there of a run that failed before the library's first record.
+_OWN = {RUN_FILE, OPTIONS_FILE, LOG_FILE, ".lock", "work", "checkpoints"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`facts`: the drafter's training.json; `already`: it was there, and nothing was done."""
+
+    drafter: Path
+    facts: dict[str, Any]
+    already: bool = False
+
+
+def train(plan: Plan, display: Display, *, resume: bool) -> Trained:
+    """Train and publish. Raises ConfigError for an OUT that holds another run, StoreError, CheckpointError,
+    TrainingError, DiskFullError."""
+    with _claimed(plan.out), _disk(plan.out):
+        begun = _begin(plan, resume=resume)
+        done = plan.out / DRAFTER / RECORD_FILE
+        if begun and done.is_file():
+            return Trained(done.parent, json.loads(done.read_bytes()), already=True)
+        for note in library.recover(plan.checkpoints):
+            display.event("warning", note)
+        _warn(plan, display)
+        prepared = prepare(plan)
+        display.event(
+            "prepared",
+            f"draft vocabulary of {prepared.draft_vocab_size} tokens, {prepared.coverage:.2%} of those trained on",
+            draft_vocab_size=prepared.draft_vocab_size,
+            coverage=prepared.coverage,
+        )
+        history = follow(plan, display, validate=_to_measure_first(plan))
+        write_plot(plan.out / "training.png", history)
+        facts = publish(plan, prepared, history)
+        return Trained(plan.out / DRAFTER, facts)
+
+
+def _begin(plan: Plan, *, resume: bool) -> bool:
+    """Write down what the run is, or compare with what is written; True for a run that was begun before."""
+    file = plan.out / RUN_FILE
+    if not (file.exists() and (plan.out / METRICS_FILE).exists()):  # one that failed before it began is no run
+        if stray := sorted({each.name for each in plan.out.iterdir()} - _OWN):
+            raise ConfigError(
+                f"{plan.out} is not empty ({', '.join(stray[:4])}) and holds no training",
+                remedy="name a new directory with --out",
+            )
+        note = f"# Written by eagle3-serve {__version__} train; the same again: --config <this file>\n"
+        write_atomic(plan.out / OPTIONS_FILE, note + dump_yaml(_given(plan.options)))
+        write_json_atomic(file, {"tool": f"eagle3-serve {__version__}", **plan.facts()})
+        return False
+    if not resume:
+        raise ConfigError(
+            f"{plan.out} holds a training already", remedy="go on with it with --resume, or name another --out"
+        )
+    try:
+        before = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}", remedy="train again into another --out") from error
+    if differing := same_run(before, plan):
+        raise ConfigError(
+            f"{plan.out} holds another training: {'; '.join(differing)}",
+            remedy=f"resume with the options it was begun with (--config {plan.out / OPTIONS_FILE}), or name "
+            "another --out",
+        )
+    return True
+
+
+def _given(options: TrainOptions) -> dict[str, object]:
+    """As train.yaml spells it; a drafter that is trained further brings its shape, which must then not be given."""
+    left_out = SHAPE if options.initial is not None else ()
+    return {name: value for name, value in options.as_dict().items() if value is not None and name not in left_out}
+
+
+def _to_measure_first(plan: Plan) -> int | None:
+    """The drafter before training; in a resumed run the epoch that was done, but not measured."""
+    there = library.checkpoints(plan.checkpoints)
+    if not there:
+        return BEFORE
+    within, _ = library.progress_of(plan.checkpoints / str(there[-1]))
+    measured = History.read(plan.out / METRICS_FILE).validation
+    return there[-1] if within == 0 and there[-1] not in measured and plan.options.epochs else None
+
+
+def _warn(plan: Plan, display: Display) -> None:
+    split = plan.split
+    if split.cut_samples:
+        display.event(
+            "warning",
+            f"{split.cut_samples} samples are longer than tokens_per_step ({plan.options.tokens_per_step}): "
+            f"{split.cut_tokens} tokens at their ends are not seen",
+        )
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """OUT exists and is this process's alone."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", remedy="name another --out") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise ConfigError(f"another training writes into {out}", remedy="wait for it, or name another --out") from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _disk(out: Path) -> Iterator[None]:
+    """What the file system refuses, as errors of this product."""
+    from safetensors import SafetensorError  # noqa: PLC0415
+
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointError) as error:
+        if reason_of(str(error)) == "disk":
+            raise DiskFullError(
+                f"no space is left in {out}", remedy="free some space and go on with --resume: checkpoints are whole"
+            ) from error
+        if isinstance(error, CheckpointError):
+            raise
+        raise TrainingError(
+            f"{out} could not be written: {error}", remedy="check permissions, then --resume"
+        ) from error

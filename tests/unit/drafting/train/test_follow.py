@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3_serve.core.errors import DiskFullError, TrainingError
+from eagle3_serve.drafting.train.follow import Course, error_of
+from eagle3_serve.drafting.train.job import EXIT_FAILED, EXIT_STOPPED
+from eagle3_serve.drafting.train.records import History
+
+
+def failed(reason: str, text: str = "what happened") -> Course:
+    return Course(History(), failure={"kind": "failed", "reason": reason, "text": text})
+
+
+def test_a_loss_that_is_no_number_says_what_to_lower(tmp_path: Path) -> None:
+    error = error_of(failed("nonfinite", "the loss is nan at step 7"), EXIT_FAILED, tmp_path / "log")
+    assert isinstance(error, TrainingError)
+    assert "nan at step 7" in error.message
+    assert "lower lr" in error.remedy
+
+
+def test_memory_that_ran_out_says_which_knobs_there_are(tmp_path: Path) -> None:
+    assert "tokens_per_step" in error_of(failed("memory"), 1, tmp_path / "log").remedy
+    killed = error_of(Course(History()), 128 + signal.SIGKILL, tmp_path / "log")
+    assert "memory runs out" in killed.message
+    assert "tokens_per_step" in killed.remedy
+
+
+def test_a_full_disk_has_its_own_exit_code(tmp_path: Path) -> None:
+    assert isinstance(error_of(failed("disk"), 1, tmp_path / "log"), DiskFullError)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "remedy"),
+    [
+        ("OSError: [Errno 28] No space left on device", DiskFullError, "free some space"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", TrainingError, "tokens_per_step"),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to", TrainingError, "tokens_per_step"),
+        ("ValueError: the fc is odd", TrainingError, "read the log"),
+    ],
+)
+def test_a_crash_without_a_record_is_told_from_the_log(tmp_path: Path, line: str, kind: Any, remedy: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"Traceback (most recent call last):\n  File x\n{line}\n[eagle3-serve] engine exited with code 1\n")
+    error = error_of(Course(History()), 1, log)
+    assert isinstance(error, kind)
+    assert line in error.message
+    assert remedy in error.remedy
+
+
+def test_an_earlier_processes_error_in_the_log_is_not_told_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("ValueError: yesterday\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("a last line\n")
+    assert "yesterday" not in error_of(Course(History()), 1, log, start).message
+    assert "a last line" in error_of(Course(History()), 1, log, start).message
+
+
+def test_a_signal_is_a_stop_that_can_be_resumed(tmp_path: Path) -> None:
+    error = error_of(Course(History(), signals=[signal.SIGINT]), EXIT_STOPPED, tmp_path / "log")
+    assert isinstance(error, TrainingError)
+    assert "stopped by a signal; a checkpoint was written" in error.message
+    assert "--resume" in error.remedy
