@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle3_serve.cli_layers import parse_layers
-from eagle3_serve.core.errors import ConfigError, PartialResultError
+from eagle3_serve.core.errors import ConfigError, InterruptedLoadError, PartialResultError, TerminatedLoadError
 from eagle3_serve.core.reporter import Reporter, make_reporter
 from eagle3_serve.verify_cli import ConfigOption, SetOption
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from eagle3_serve.drafting.extract.estimate import Estimate
     from eagle3_serve.drafting.extract.job import Options
     from eagle3_serve.drafting.extract.run import Summary
+    from eagle3_serve.drafting.extract.servers import Sampling
     from eagle3_serve.drafting.stacks import ConfigSource
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -74,7 +76,14 @@ def extract(
         float, typer.Option("--temperature", min=0, help="With --regenerate: 0 answers greedily.")
     ] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="With --regenerate: nucleus sampling.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="With --regenerate and a temperature.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            min=0,
+            help="With --regenerate and a temperature; heeded by an engine with enable-deterministic-inference.",
+        ),
+    ] = 0,
     dtype: Annotated[
         str, typer.Option("--dtype", help="How states are stored: bfloat16, float16 or float32.")
     ] = "bfloat16",
@@ -108,11 +117,13 @@ def extract(
         max_length=max_length,
         limit=limit,
         max_bytes=None if max_bytes is None else _size(max_bytes),
-        sampling=Sampling(max_tokens, temperature, top_p, seed) if regenerate else None,
+        sampling=_sampling(Sampling(max_tokens, temperature, top_p, seed), regenerate=regenerate),
         dtype=_known_dtype(dtype),
         resume=resume,
     )
     _require_files(options.inputs)
+    if rate is not None and not (estimate and math.isfinite(rate)):
+        raise ConfigError("--rate is a number for --estimate", remedy="leave it out, or add --estimate")
     source = ConfigSource(config, sets=sets or (), environ=os.environ)
     with make_reporter(as_json=as_json) as reporter:
         if estimate:
@@ -125,13 +136,16 @@ def _extract(url: str | None, source: ConfigSource, options: Options, reporter: 
     from eagle3_serve.drafting.extract.run import extract_attached, extract_started  # noqa: PLC0415
     from eagle3_serve.drafting.stacks import run_until_done  # noqa: PLC0415
 
-    summary = run_until_done(
-        lambda: (
-            extract_attached(url, source, options, reporter)
-            if url is not None
-            else extract_started(source, options, reporter)
+    try:
+        summary = run_until_done(
+            lambda: (
+                extract_attached(url, source, options, reporter)
+                if url is not None
+                else extract_started(source, options, reporter)
+            )
         )
-    )
+    except (InterruptedLoadError, TerminatedLoadError) as error:
+        raise type(error)(error.message, remedy="to go on: the same command with --resume") from None
     reporter.event("extracted", _in_words(summary, options), **summary.as_dict())
     if summary.skipped or summary.stopped_by:
         raise PartialResultError(_what_is_missing(summary), remedy=_remedy(summary, options))
@@ -141,9 +155,11 @@ def _estimate(source: ConfigSource, options: Options, rate: float | None, report
     from eagle3_serve.drafting.extract.estimate import estimate  # noqa: PLC0415
     from eagle3_serve.drafting.extract.job import prepare  # noqa: PLC0415
     from eagle3_serve.drafting.extract.run import load_template  # noqa: PLC0415
+    from eagle3_serve.drafting.stacks import run_until_done  # noqa: PLC0415
 
     job = prepare(source.resolve().config, options)
-    found = estimate(job, load_template(job), reporter, rate=rate)
+    template = load_template(job)
+    found = run_until_done(lambda: estimate(job, template, reporter, rate=rate))
     if as_json:
         typer.echo(json.dumps({"event": "estimate", **found.as_dict(), "row_bytes": job.row_bytes}))
         return
@@ -196,6 +212,21 @@ def _require_files(inputs: tuple[Path, ...]) -> None:
             raise ConfigError(f"there is no file {path}", remedy="correct --input")
 
 
+def _sampling(wanted: Sampling, *, regenerate: bool) -> Sampling | None:
+    """What was asked for, if it makes sense together. Raises ConfigError."""
+    if not regenerate and wanted != type(wanted)():
+        raise ConfigError(
+            "--max-tokens, --temperature, --top-p and --seed say how the target answers, and it is not asked to",
+            remedy="add --regenerate, or leave them out",
+        )
+    if math.isinf(wanted.temperature) or wanted.top_p == 0:
+        raise ConfigError(
+            f"nothing can be sampled with --temperature {wanted.temperature} and --top-p {wanted.top_p}",
+            remedy="a temperature from 0 on, and a top-p above 0, 1 at most",
+        )
+    return wanted if regenerate else None
+
+
 def _known_dtype(name: str) -> str:
     known = ("bfloat16", "float16", "float32")
     if name not in known:
@@ -205,9 +236,10 @@ def _known_dtype(name: str) -> str:
 
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if found is None or found[2] not in _UNITS:
+    size = int(float(found[1]) * _UNITS[found[2]]) if found is not None and found[2] in _UNITS else 0
+    if not size:
         raise ConfigError(f"--max-bytes {text} is no size", remedy="such as 500G, 1.5T or 200Mi")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return size
 
 
 def _human(count: float) -> str:

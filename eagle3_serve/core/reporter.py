@@ -51,17 +51,25 @@ class _Pace:
 
     def __init__(self, repeat_s: float) -> None:
         self._repeat_s = repeat_s
-        self._doing = ""
+        self._doing: str | None = None
         self._begun = self._spoken = 0.0
-        self._before = 0.0
+        self._before = self._done = 0.0
+        self._ended = False
+
+    def is_new(self, doing: str, done: float) -> bool:
+        """Whether something else begins, or the same anew."""
+        return doing != self._doing or done < self._done
 
     def is_due(self, doing: str, done: float, total: float) -> bool:
-        """At the beginning, at the end, and now and then between them."""
+        """At the beginning, once at the end, and now and then between them."""
         now = time.monotonic()
-        first = doing != self._doing
+        first = self.is_new(doing, done)
         if first:  # what a resumed work found done says nothing about its speed
-            self._doing, self._begun, self._before = doing, now, done
-        if first or done >= total or now - self._spoken > self._repeat_s:
+            self._doing, self._begun, self._before, self._ended = doing, now, done, False
+        self._done = done
+        ends = done >= total and not self._ended
+        self._ended = done >= total
+        if first or ends or (not self._ended and now - self._spoken > self._repeat_s):
             self._spoken = now
             return True
         return False
@@ -129,7 +137,7 @@ class PlainReporter(_Base):
 
 
 class TerminalReporter(_Base):
-    """A spinner with stage and seconds, on standard error."""
+    """A spinner with stage and seconds, or a bar, on standard error."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -157,12 +165,16 @@ class TerminalReporter(_Base):
     def progress(self, doing: str, done: float, total: float, **facts: Any) -> None:
         """Show or move a bar with what is known beside it."""
         self._end_stage()
+        new = self._pace.is_new(doing, done)
+        if not self._pace.is_due(doing, done, total) and done >= total:
+            return  # its end was shown before
+        if new:
+            self._end_bar()
         if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, TextColumn("[dim]{task.fields[words]}"), console=self._console)
+            columns = (_plain("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, _plain("{task.fields[words]}", "dim"), console=self._console)
             self._task = self._bar.add_task(doing, total=total, words="")
             self._bar.start()
-        self._pace.is_due(doing, done, total)
         left = [] if done >= total else _left(self._pace.seconds_left(done, total))
         words = ", ".join([*_in_words(facts), *left])
         self._bar.update(self._task, description=doing, completed=done, total=total, words=words)
@@ -186,12 +198,22 @@ class TerminalReporter(_Base):
             self._status = None
 
 
+def _plain(text: str, style: str = "none") -> TextColumn:
+    """Without markup: names of files may hold brackets."""
+    return TextColumn(text, style=style, markup=False)
+
+
 def _in_words(facts: dict[str, Any]) -> list[str]:
-    """`tokens_per_s=1234.5` as "1,234 tokens/s"; other names as "5 skipped"."""
+    """`tokens_per_s=1234.5` as "1,234 tokens/s", `skipped=5` as "5 skipped", `loss=1.25` as "loss 1.25"."""
     words = []
     for name, value in facts.items():
         unit = name.replace("_per_s", "/s").replace("_", " ")
-        words.append(f"{value:,.0f} {unit}" if isinstance(value, int | float) else f"{unit} {value}")
+        if isinstance(value, int) or name.endswith("_per_s"):
+            words.append(f"{value:,.0f} {unit}")
+        elif isinstance(value, list):
+            words.append(f"{unit} {' / '.join(f'{each:.2f}' for each in value)}")
+        else:
+            words.append(f"{unit} {value:.3g}" if isinstance(value, float) else f"{unit} {value}")
     return words
 
 

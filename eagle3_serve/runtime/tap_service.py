@@ -7,6 +7,7 @@ and the asker may be in another container.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from eagle3_serve.core.contract import AuxLayers
@@ -90,10 +92,13 @@ class TapService:
         except Exception as error:  # the thread must live on, and who asked must be told
             _log.exception("the tap cannot answer %s", request_id)
             answer = {}, {"error": f"{type(error).__name__}: {error}"}
+        file = directory / f"tap-rank{report.rank()}-{request_id}.safetensors"
         try:
-            _hand_over(question, directory / f"tap-rank{report.rank()}-{request_id}.safetensors", *answer)
-        except OSError:  # a full disk, or a directory that was taken away
+            _hand_over(question, file, *answer)
+        except (OSError, SafetensorError) as error:  # a full disk, or a directory that was taken away
             _log.exception("the tap cannot write its answer to %s", request_id)
+            with contextlib.suppress(OSError, SafetensorError):  # which of the two, if this much can be written
+                _hand_over(question, file, {}, {"error": f"{directory} cannot be written: {error}"})
 
     def _content(self, request: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors and metadata of the answer."""

@@ -2,7 +2,9 @@
 
 A prefill may come in several pieces (chunked prefill), and a batch holds pieces of several requests. Rows are keyed by
 the request's id and the position of its piece, never by a place in the batch. Requests whose ids do not begin with
-`STORED_PREFIX` (those of applications, health checks, generation) leave nothing.
+`STORED_PREFIX` (those of applications, health checks, generation) leave nothing, and cost nothing.
+
+What is never collected, because who asked was killed, is forgotten when its room is needed: the oldest first.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from eagle3_serve.core.contract import AuxLayers
 from eagle3_serve.core.tap_protocol import STORED_PREFIX
 
 _MOST_BYTES = 4 << 30
+_MOST_SEQUENCES = 100_000  # those that were forgotten leave a sentence each
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +33,15 @@ class Sequence:
     states: list[torch.Tensor] = field(default_factory=list)
     length: int = 0
     problem: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of its states."""
+        return sum(piece.nbytes for piece in self.states)
+
+    def forget(self, problem: str) -> None:
+        """Keep nothing but the reason why."""
+        self.tokens, self.states, self.length, self.problem = [], [], 0, problem
 
     def add(self, start: int, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """A piece whose first token has position `start`."""
@@ -56,13 +68,16 @@ class SequenceStore:
         self._bytes = 0
         self._sequences: dict[str, Sequence] = {}
         self._lock = threading.Lock()
-        self._pieces: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._pieces: queue.Queue[tuple[Any, ...] | threading.Event] = queue.Queue()
         threading.Thread(target=self._drain, name="eagle3-serve-tap-store", daemon=True).start()
 
     def add(self, packed: torch.Tensor, forward_batch: Any) -> None:
         """One prefill: `packed` [tokens, layers * hidden]. Copies are ordered behind the forward on its own stream,
         into pinned memory, so the forward waits for nothing."""
-        rids = getattr(forward_batch, "rids", None)
+        # Without ids nobody could ask for these rows; preflight refuses such a release.
+        rids = list(getattr(forward_batch, "rids", None) or ())
+        if not any(map(_is_stored, rids)):
+            return
         lengths = list(forward_batch.extend_seq_lens_cpu)
         starts = list(forward_batch.extend_prefix_lens_cpu)
         total = sum(lengths)
@@ -70,23 +85,28 @@ class SequenceStore:
         states, tokens = (_to_host(part[:total]) for part in (packed, forward_batch.input_ids))
         if done is not None:
             done.record()
-        # Without ids nobody could ask for these rows; preflight refuses such a release.
-        self._pieces.put((done, rids or [None] * len(lengths), starts, lengths, tokens, states))
+        self._pieces.put((done, rids, starts, lengths, tokens, states))
 
     def collect(self, rids: list[str]) -> list[Sequence]:
         """The sequences of `rids`, which are then forgotten. One that never came has the problem that says so."""
-        self._pieces.join()
+        reached = threading.Event()
+        self._pieces.put(reached)  # behind all pieces so far; for later ones, which always come, nobody waits
+        reached.wait()
         found = []
         with self._lock:
             for rid in rids:
                 sequence = self._sequences.pop(rid, None) or Sequence(problem="no prefill of this request was seen")
-                self._bytes -= sum(piece.nbytes for piece in sequence.states)
+                self._bytes -= sequence.nbytes
                 found.append(sequence)
         return found
 
     def _drain(self) -> None:
         while True:
-            done, rids, starts, lengths, tokens, states = self._pieces.get()
+            piece = self._pieces.get()
+            if isinstance(piece, threading.Event):
+                piece.set()
+                continue
+            done, rids, starts, lengths, tokens, states = piece
             try:
                 if done is not None:
                     done.synchronize()
@@ -94,17 +114,15 @@ class SequenceStore:
             except Exception as error:  # the thread must live on, and who asks must be told
                 _log.exception("the tap's store lost %d rows", len(states))
                 self._lose(rids, f"rows of it were lost: {type(error).__name__}: {error}")
-            finally:
-                self._pieces.task_done()
 
-    def _lose(self, rids: list[str | None], problem: str) -> None:
+    def _lose(self, rids: list[str], problem: str) -> None:
         with self._lock:
             for rid in rids:
-                if rid is not None and rid.startswith(STORED_PREFIX):
+                if _is_stored(rid):
                     self._sequences.setdefault(rid, Sequence()).problem = problem
 
     def _split(
-        self, rids: list[str | None], starts: list[int], lengths: list[int], tokens: torch.Tensor, states: torch.Tensor
+        self, rids: list[str], starts: list[int], lengths: list[int], tokens: torch.Tensor, states: torch.Tensor
     ) -> None:
         rows = states.view(len(states), len(self.layers), -1)
         at = 0
@@ -112,16 +130,36 @@ class SequenceStore:
             for rid, start, length in zip(rids, starts, lengths, strict=True):
                 piece = slice(at, at + length)
                 at += length
-                if rid is None or not rid.startswith(STORED_PREFIX):
+                if not _is_stored(rid):
                     continue
                 sequence = self._sequences.setdefault(rid, Sequence())
-                held = sum(kept.nbytes for kept in sequence.states)
-                if self._bytes + rows[piece].nbytes > self._most_bytes:
-                    sequence.problem = f"more than {self._most_bytes >> 30} GiB of states wait to be collected"
+                if start == 0:  # what it held before is given up
+                    self._bytes -= sequence.nbytes
+                    sequence.forget("")
+                if not self._make_room(rid, rows[piece].nbytes):
+                    self._bytes -= sequence.nbytes
+                    sequence.forget(f"its states alone are more than {self._most_bytes >> 20} MiB")
                     continue
+                held = sequence.nbytes
                 # A clone: a view would keep the whole batch's rows alive.
                 sequence.add(start, tokens[piece].long().clone(), rows[piece].clone())
-                self._bytes += sum(kept.nbytes for kept in sequence.states) - held
+                self._bytes += sequence.nbytes - held
+
+    def _make_room(self, rid: str, wanted: int) -> bool:
+        """Forget the oldest sequences beside `rid`, until there is room for `wanted` bytes more; False: never."""
+        for other, sequence in self._sequences.items():
+            if self._bytes + wanted <= self._most_bytes:
+                break
+            if other != rid and sequence.states:
+                self._bytes -= sequence.nbytes
+                sequence.forget(f"it was not collected before {self._most_bytes >> 20} MiB of states came after it")
+        while len(self._sequences) > _MOST_SEQUENCES:
+            self._bytes -= self._sequences.pop(next(iter(self._sequences))).nbytes
+        return self._bytes + wanted <= self._most_bytes
+
+
+def _is_stored(rid: str | None) -> bool:
+    return rid is not None and rid.startswith(STORED_PREFIX)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from eagle3_serve.config.resolve import Resolved
 from eagle3_serve.core.errors import PreflightError
 from eagle3_serve.core.logs import logging_to
 from eagle3_serve.core.reporter import Reporter
+from eagle3_serve.core.target_digest import target_digest
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.engine.supervisor import EngineProcess
 from eagle3_serve.serving.gateway.app import create_app
@@ -95,14 +96,17 @@ async def serving(resolved: Resolved, reporter: Reporter, urgent: asyncio.Event)
 
 def make_gateway(resolved: Resolved, plan: LaunchPlan, engine: EngineProcess) -> GatewayServer:
     """The HTTP front of one engine."""
-    gateway = resolved.config.gateway
+    config = resolved.config
+    gateway = config.gateway
+    # Read here, not when somebody asks: the files may be changed under a running engine.
+    digest = target_digest(config.target.path) if config.tap.mode == "store" else None
     app = create_app(
         gateway,
         upstream=plan.engine.url,
         served_name=plan.served_name,
         keys=resolved.secrets,
         engine_alive=engine.alive,
-        info=ServerInfo(plan).read,
+        info=ServerInfo(plan, digest).read,
         tap=TapControl(plan.engine.report_dir, plan.engine.tp_size),
         vocab_size=plan.vocab_size,
     )

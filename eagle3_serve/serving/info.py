@@ -10,10 +10,14 @@ from eagle3_serve.serving.plan import LaunchPlan
 
 
 class ServerInfo:
-    """The plan beside what the engine's own processes reported when they loaded the model."""
+    """The plan beside what the engine's own processes reported when they loaded the model.
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    `target_digest`: of the checkpoint, for those who collect its hidden states from elsewhere.
+    """
+
+    def __init__(self, plan: LaunchPlan, target_digest: str | None = None) -> None:
         self._plan = plan
+        self._target_digest = target_digest
 
     def read(self) -> dict[str, Any]:
         """Fresh from the report directory each time.
@@ -30,6 +34,7 @@ class ServerInfo:
             "model": plan.served_name,
             "run_dir": str(plan.run_dir),
             "overlay": plan.overlay.id,
+            "target_digest": self._target_digest,
             "sglang": plan.overlay.release,
             "layers": planned,
             "convention": str(plan.contract.convention) if plan.contract else None,

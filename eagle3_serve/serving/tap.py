@@ -6,6 +6,7 @@ What is in the answers: `runtime/tap_service.py`.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from eagle3_serve.core.files import write_json_atomic
 from eagle3_serve.core.tap_protocol import REQUESTS
 
 _LOOK_EVERY_S = 0.02
+_COLLECT_S = 120  # gigabytes are written, and others may be before them
 
 
 class TapControl:
@@ -43,12 +45,23 @@ class TapControl:
         finally:
             path.unlink()
 
-    def collect(self, rids: Sequence[str], timeout_s: float = 60) -> Path:
-        """The stored sequences of these requests, which the engine then forgets. Raises EngineRequestError."""
-        (path,) = self._ask({"rids": list(rids)}, range(1), timeout_s)
+    def collect(
+        self, rids: Sequence[str], timeout_s: float = _COLLECT_S, given_up: threading.Event | None = None
+    ) -> Path:
+        """The stored sequences of these requests, which the engine then forgets, in a file that who asked removes.
+
+        `given_up`: set by another thread when nobody waits for the answer any more. Raises EngineRequestError.
+        """
+        (path,) = self._ask({"rids": list(rids)}, range(1), timeout_s, given_up)
         return path
 
-    def _ask(self, request: dict[str, Any], ranks: Sequence[int], timeout_s: float) -> list[Path]:
+    def _ask(
+        self,
+        request: dict[str, Any],
+        ranks: Sequence[int],
+        timeout_s: float,
+        given_up: threading.Event | None = None,
+    ) -> list[Path]:
         if not (self._directory / REQUESTS).is_dir():
             raise EngineRequestError(
                 "the tap of this server is off", remedy="start it with tap.mode: probe (or store), then ask again"
@@ -58,7 +71,7 @@ class TapControl:
         answers = [self._directory / f"tap-rank{rank}-{request_id}.safetensors" for rank in ranks]
         write_json_atomic(question, request | {"ranks": list(ranks)})
         try:
-            _wait_for(answers, timeout_s)
+            _wait_for(answers, timeout_s, given_up or threading.Event())
             for answer in answers:
                 _require_content(answer)
         except BaseException:
@@ -75,12 +88,13 @@ def _require_content(answer: Path) -> None:
         raise EngineRequestError(f"the tap has nothing to give: {error}")
 
 
-def _wait_for(files: Sequence[Path], timeout_s: float) -> None:
+def _wait_for(files: Sequence[Path], timeout_s: float, given_up: threading.Event) -> None:
     deadline = time.monotonic() + timeout_s
     while missing := [file for file in files if not file.exists()]:
+        if given_up.wait(_LOOK_EVERY_S):
+            raise EngineRequestError("nobody waits for the tap's answer any more")
         if time.monotonic() > deadline:
             raise EngineRequestError(
                 f"{len(missing)} of {len(files)} ranks did not answer within {timeout_s:g} s",
                 remedy="is the engine still running? Its log says more",
             )
-        time.sleep(_LOOK_EVERY_S)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3_serve.core.errors import DiskFullError, PartialResultError, StoreError
+from eagle3_serve.core.errors import ConfigError, DiskFullError, InterruptedLoadError, PartialResultError, StoreError
 from eagle3_serve.core.resources import data_directory
 from eagle3_serve.drafting.extract.store import Store
 from eagle3_serve.drafting.verify.reference import TargetModel
@@ -254,3 +254,39 @@ def test_a_store_of_other_layers_or_another_length_is_not_mixed(storing, chats, 
     other = extract(storing, *arguments)
     assert other.returncode == StoreError.exit_code
     assert "layers: [1, 29, 57] there, [2, 30, 58] now" in other.stderr
+
+
+def test_a_text_longer_than_the_context_is_cut_into_windows_that_the_engine_takes(storing, tmp_path):
+    text = tmp_path / "long.txt"
+    text.write_text((TINY_KIMI / "heldout.jsonl").read_text()[:12_000])
+    done = extract(storing, "--input", text, "--out", tmp_path / "store", "--json")
+    assert done.returncode == 0, done.stderr
+    store = Store.open(tmp_path / "store")
+    assert len(store) > 1
+    assert store.entries[0].tokens == store.settings["max_length"]
+
+
+def test_another_target_than_the_server_has_is_refused_before_a_store_is_begun(storing, chats, tmp_path):
+    config = ("--config", data_directory("configs") / "tiny-cpu.yaml")  # the target that is not poisoned
+    done = extract(storing, *config, "--input", chats, "--out", tmp_path / "store")
+    assert done.returncode == ConfigError.exit_code
+    assert "target" in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_ctrl_c_leaves_a_store_to_go_on_with(storing, chats, tmp_path):
+    out = tmp_path / "store"
+    arguments = ("--input", chats, "--out", out)
+    running = subprocess.Popen(command(storing, *arguments), env=environment(storing), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not (out / "store.json").exists():
+        assert running.poll() is None, running.communicate()[1].decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == InterruptedLoadError.exit_code
+    assert b"--resume" in errors
+    assert b"Traceback" not in errors
+    assert extract(storing, *arguments, "--resume").returncode == 0
+    assert len(Store.open(out)) == 64

@@ -32,9 +32,13 @@ _OTHER_REASONING = ("reasoning", "thinking")
 _TEXT_PARTS = ("text", "input_text")
 _PIECE_BYTES = 1 << 20
 _LONGEST_PIECE_BYTES = 4 << 20
+_LONGEST_LINE_BYTES = 64 << 20
 _ID_DIGITS = 12
 _BOM = b"\xef\xbb\xbf"
-_FORMS = 'each line is {"messages": [...]}, {"text": "..."} or {"input_ids": [...]}; a .txt file is plain text'
+_FORMS = (
+    'each line is {"messages": [...]}, {"text": "..."} or {"input_ids": [...]} (of a JSON array: `jq -c ".[]"`); a '
+    ".txt file is plain text"
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ def _read(path: Path, digest: str, pieces: Iterator[tuple[int, bytes]], read: An
     for number, data in pieces:
         identity, where = f"{digest}:{number}", f"{path}:{number}"
         try:
+            if len(data) >= _LONGEST_LINE_BYTES:
+                raise _LineError(f"it has more than {_LONGEST_LINE_BYTES >> 20} MiB")  # noqa: TRY301
             fields = read(_decode(data))
         except _LineError as error:
             first_reason = first_reason or f"{where}: {error}"
@@ -110,9 +116,12 @@ def _read(path: Path, digest: str, pieces: Iterator[tuple[int, bytes]], read: An
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
+    """Lines that are not blank, with their numbers from 1; of one that is too long its beginning."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE_BYTES), b""), start=1):
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(_LONGEST_LINE_BYTES)
             data = line.removeprefix(_BOM) if number == 1 else line
             if data.strip():
                 yield number, data

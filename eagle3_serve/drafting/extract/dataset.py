@@ -15,12 +15,14 @@ from eagle3_serve.core.errors import StoreError
 from eagle3_serve.core.files import sync_directory, write_atomic
 
 COUNTS_FILE = "token_freq.pt"
+_ROWS_AT_ONCE = 128
 _STATE_FILE = "state.json"  # without it the directory is no dataset
 _TEMPORARY = ".dataset-"
 
 
 def write(directory: Path, shards: Sequence[Path]) -> None:
-    """Columns input_ids, loss_mask, seq_len, one row a shard in order, and COUNTS_FILE. One sample in memory at a time.
+    """Columns input_ids, loss_mask, seq_len, one row a shard in order, and COUNTS_FILE. The tokens of a hundred samples
+    are in memory at a time.
 
     Raises OSError, StoreError.
     """
@@ -37,12 +39,14 @@ def write(directory: Path, shards: Sequence[Path]) -> None:
     )
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=directory))
     try:
-        with _quiet():
+        with _quiet(), _unwrapped():
             made = datasets.Dataset.from_generator(
                 _rows,
                 features=features,
                 cache_dir=str(temporary / "cache"),
                 gen_kwargs={"shards": list(map(str, shards))},
+                fingerprint=temporary.name,  # it is used once: no need to hash every path
+                writer_batch_size=_ROWS_AT_ONCE,
             )
             made.set_format("torch")
             made.save_to_disk(temporary / "made")
@@ -90,7 +94,7 @@ def read_tokens(shard: Path) -> tuple[Any, Any]:
 def _rows(shards: Sequence[str]) -> Iterator[dict[str, Any]]:
     for shard in shards:
         tokens, mask = read_tokens(Path(shard))
-        yield {"input_ids": tokens.tolist(), "loss_mask": mask.tolist(), "seq_len": len(tokens)}
+        yield {"input_ids": tokens.numpy(), "loss_mask": mask.numpy(), "seq_len": len(tokens)}
 
 
 @contextlib.contextmanager
@@ -105,3 +109,16 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """What went wrong, in place of the library's word that something did."""
+    from datasets.exceptions import DatasetGenerationError  # noqa: PLC0415
+
+    try:
+        yield
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, OSError | StoreError):
+            raise error.__cause__ from error
+        raise

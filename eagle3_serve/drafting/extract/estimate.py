@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle3_serve.core.reporter import Reporter
-from eagle3_serve.drafting.extract.conversations import Rejected
+from eagle3_serve.drafting.extract import flow
+from eagle3_serve.drafting.extract.conversations import Conversation, Rejected
 from eagle3_serve.drafting.extract.job import Job
-from eagle3_serve.drafting.extract.prompts import ChatTemplate
+from eagle3_serve.drafting.extract.prompts import ChatTemplate, Prompt
+from eagle3_serve.drafting.extract.regenerate import regenerate, turns
+from eagle3_serve.drafting.extract.servers import Sampling
 
-# Beside its states a token takes 8 bytes of id and 1 of mask, in the shard and again in the dataset.
-_TOKEN_BYTES = 2 * (8 + 1)
-_SHARD_BYTES = 400
-_INDEX_BYTES = 180
 _FILES_BESIDE = 8
+_ANY_TOKEN = 0
 
 
 @dataclass
 class Estimate:
-    """`tokens` are those of whole conversations as the file has them; regenerated answers may be longer or shorter,
-    so `most_tokens` says how many there can be. `hours`: None where no rate was given."""
+    """`tokens` are those of the samples where answers are as long as those in the file; regenerated ones may be longer
+    or shorter, so `most_tokens` says how many there can be. `hours`: None where no rate was given."""
 
     samples: int = 0
     tokens: int = 0
@@ -59,29 +62,64 @@ class Estimate:
         }
 
 
-def estimate(job: Job, template: ChatTemplate, reporter: Reporter, *, rate: float | None) -> Estimate:
+async def estimate(job: Job, template: ChatTemplate, reporter: Reporter, *, rate: float | None) -> Estimate:
     """Render every conversation as extraction would, and count. `rate`: tokens/s, for the hours. Raises ConfigError."""
-    found = Estimate(rate=rate)
-    sampling = job.options.sampling
-    total = job.count()
-    for number, conversation in enumerate(job.conversations(), start=1):
-        parts = [conversation] if isinstance(conversation, Rejected) else template.prompts(conversation, job.max_length)
-        for part in parts:
+    found = Estimate(rate=rate, most_tokens=0 if job.options.sampling else None)
+    total = await asyncio.to_thread(job.count)
+    async for number, conversation in flow.from_thread(enumerate(job.conversations(), start=1)):
+        for part in await _parts(conversation, job, template, found):
             if isinstance(part, Rejected):
                 found.rejected[part.reason] += 1
                 continue
-            trained = sum(part.loss_mask)
             found.samples += 1
             found.tokens += len(part.token_ids)
-            found.trained_tokens += trained
-            if sampling is not None:
-                prompt = len(part.token_ids) - trained
-                found.most_tokens = (found.most_tokens or 0) + min(job.max_length, prompt + sampling.max_tokens)
+            found.trained_tokens += sum(part.loss_mask)
         reporter.progress("conversations", number, total, tokens=found.tokens)
-    found.bytes = found.tokens * (job.row_bytes + _TOKEN_BYTES) + found.samples * (_SHARD_BYTES + _INDEX_BYTES)
+    found.bytes = job.stored_bytes(found.samples, found.tokens)
     found.files = found.samples + _FILES_BESIDE
     found.free_bytes = shutil.disk_usage(_existing(job.options.out)).free
     return found
+
+
+async def _parts(
+    conversation: Conversation | Rejected, job: Job, template: ChatTemplate, found: Estimate
+) -> list[Prompt | Rejected]:
+    if isinstance(conversation, Rejected):
+        return [conversation]
+    if job.options.sampling is None:
+        return await asyncio.to_thread(template.prompts, conversation, job.max_length)
+    return await _answered(conversation, job, template, job.options.sampling, found)
+
+
+async def _answered(
+    conversation: Conversation, job: Job, template: ChatTemplate, sampling: Sampling, found: Estimate
+) -> list[Prompt | Rejected]:
+    """The samples of a conversation whose answers are written anew, if they are those of the file.
+
+    The longest that they may be goes into `found.most_tokens`: of an answer, and of those before it in its history.
+    """
+    messages = conversation.messages or ()
+    given = iter([_answer(messages[turn], template) for turn in turns(messages) if turn < len(messages)])
+    longer = 0
+
+    async def as_before(prompt: Sequence[int]) -> Sequence[int]:
+        nonlocal longer
+        room = min(sampling.max_tokens, job.max_length - len(prompt))
+        answer = next(given, None) or (_ANY_TOKEN,) * room
+        most = min(job.max_length, len(prompt) + longer + sampling.max_tokens)
+        found.most_tokens = (found.most_tokens or 0) + most
+        longer += sampling.max_tokens - len(answer[:room])
+        return answer[:room]
+
+    return await regenerate(conversation, template, as_before, job.max_length)
+
+
+def _answer(message: Mapping[str, Any], template: ChatTemplate) -> tuple[int, ...]:
+    """An answer of the file in token ids, about as many as the target would have written."""
+    content = message.get("content") or ""
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+    return template.ended("".join([message.get("reasoning_content") or "", *parts, calls]))
 
 
 def _existing(path: Path) -> Path:

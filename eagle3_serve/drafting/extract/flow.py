@@ -57,6 +57,18 @@ async def from_thread(items: Iterable[T]) -> AsyncIterator[T]:
         yield item  # type: ignore[misc]
 
 
+async def to_its_end(function: Callable[..., R], *arguments: Any) -> R:
+    """In another thread, whose end even one who is cancelled waits for: nobody closes what it works on under it."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # that it failed too matters to nobody any more
+        raise
+
+
 async def batches(items: AsyncIterator[T], cost: Callable[[T], int], most: int, at_most: int) -> AsyncIterator[list[T]]:
     """Lists in order whose costs sum to at most `most`, and of at most `at_most` items; one item may cost more."""
     batch: list[T] = []

@@ -13,7 +13,7 @@ from eagle3_serve import __version__
 from eagle3_serve.config.schema import Config
 from eagle3_serve.core.checkpoint_files import read_config, text_config
 from eagle3_serve.core.contract import EMBEDDING, default_layers
-from eagle3_serve.core.errors import CheckpointError, ConfigError, ContractError
+from eagle3_serve.core.errors import CheckpointError, ConfigError, ContractError, StoreError
 from eagle3_serve.core.files import sha256_file
 from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, count, read_conversations
 from eagle3_serve.drafting.extract.provenance import Identity, target_digest, tokenizer_digest
@@ -27,10 +27,18 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH = 2048
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LARGEST_ELEMENT = 4
-# A sample's states lie in the engine's memory until they are collected; its store holds 4 GiB.
+# A batch's states lie in the engine's memory until they are collected, and runtime/tap_store.py holds 4 GiB.
+_TAP_BYTES = 4 << 30
 _LARGEST_SAMPLE_BYTES = 2 << 30
 _BATCH_BYTES = 256 << 20
 _MOST_BATCH_TOKENS = 65536
+_MOST_BATCHES = 4
+# Prompts that SGLang refuses though they are shorter than its context: those of context less 6 tokens and more.
+_ENGINE_KEEPS = 7
+# Beside its states a token takes 8 bytes of id and 1 of mask, in the shard and again in the dataset; and a sample a
+# file's header and a line of the index.
+_TOKEN_BYTES = 2 * (8 + 1)
+_SAMPLE_BYTES = 580
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """`max_length`: tokens of a sample at most; `row_bytes`: of one token's states as they are stored."""
+    """`max_length`: tokens of a sample at most; `row_bytes`: of one token's states as they are stored; `captured`: how
+    many states a token has in the engine, where those are more than are stored."""
 
     options: Options
     config: Config
@@ -60,6 +69,7 @@ class Job:
     hidden_size: int
     vocab_size: int
     max_length: int
+    captured: int = 0
 
     @property
     def states(self) -> int:
@@ -72,7 +82,21 @@ class Job:
     @property
     def batch_tokens(self) -> int:
         """Tokens asked for at once, so that memory stays bounded whatever the model's width."""
-        return max(1, min(_BATCH_BYTES // (self.states * self.hidden_size * _LARGEST_ELEMENT), _MOST_BATCH_TOKENS))
+        return max(1, min(_BATCH_BYTES // self._engine_row_bytes, _MOST_BATCH_TOKENS))
+
+    @property
+    def batches_at_once(self) -> int:
+        """As many as the tap has room for, a batch of one long sample being larger than the others."""
+        largest = max(self.batch_tokens, self.max_length) * self._engine_row_bytes
+        return max(1, min(_TAP_BYTES // largest, _MOST_BATCHES))
+
+    @property
+    def _engine_row_bytes(self) -> int:
+        return max(self.states, self.captured) * self.hidden_size * _LARGEST_ELEMENT
+
+    def stored_bytes(self, samples: int, tokens: int) -> int:
+        """What so many samples take on the disk, everything counted."""
+        return tokens * (self.row_bytes + _TOKEN_BYTES) + samples * _SAMPLE_BYTES
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -102,8 +126,24 @@ class Job:
             "made_by": f"eagle3-serve {__version__} extract",
             "begun": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
             "target_path": str(self.config.target.path.absolute()),
-            "inputs": [{"path": str(path.absolute()), "sha256": sha256_file(path)} for path in self.options.inputs],
         }
+
+    def inputs(self, before: Sequence[Mapping[str, str]] = ()) -> list[dict[str, str]]:
+        """The files that the store's samples come from, those of runs `before` first.
+
+        Raises StoreError for one that was changed since: all of its samples would come again under other ids.
+        """
+        now = {str(path.absolute()): sha256_file(path) for path in self.options.inputs}
+        for file in before:
+            if now.get(file["path"], file["sha256"]) != file["sha256"]:
+                raise StoreError(
+                    f"{file['path']} is not what it was when {self.options.out} was begun: its samples would be stored "
+                    "twice",
+                    remedy="put the file back, give what is new in a file of its own, or write into another directory",
+                )
+        known = {file["path"] for file in before}
+        new = [{"path": path, "sha256": digest} for path, digest in now.items() if path not in known]
+        return [*map(dict, before), *new]
 
     def conversations(self) -> Iterator[Conversation | Rejected]:
         """All inputs in order, as many as asked for. Raises ConfigError."""
@@ -127,8 +167,8 @@ class Job:
         return settings if self.options.sampling else [*settings, "engine.cuda_graph.enabled=false"]
 
 
-def prepare(config: Config, options: Options, *, layers: Sequence[int] | None = None) -> Job:
-    """Decide everything. `layers`: those that a running server captures.
+def prepare(config: Config, options: Options, *, layers: Sequence[int] | None = None, captured: int = 0) -> Job:
+    """Decide everything. `layers`: those that a running server hands on; `captured`: how many states it captures.
 
     Raises ConfigError, ContractError, CheckpointError.
     """
@@ -142,21 +182,20 @@ def prepare(config: Config, options: Options, *, layers: Sequence[int] | None = 
         )
     chosen = tuple(sorted(chosen))
     context = config.engine.context_length or text.get("max_position_embeddings")
-    most = _most_tokens(len(chosen) + 1, hidden)
-    # The engine answers every prefill with one token.
-    bounds = [DEFAULT_LENGTH, most, *([int(context) - 1] if isinstance(context, int) else [])]
+    most = _most_tokens(max(len(chosen) + 1, captured), hidden)
+    bounds = [DEFAULT_LENGTH, most, *([int(context) - _ENGINE_KEEPS] if isinstance(context, int) else [])]
     length = options.max_length or min(bounds)
     if length > min(bounds[1:]):
         raise ConfigError(
             f"samples of {length} tokens are too long: "
             + (
-                f"the engine takes {bounds[2]} and one of an answer"
+                f"with a context of {context} the engine takes {bounds[2]} and keeps the rest for an answer"
                 if length > min(bounds[2:], default=length)
                 else f"the states of more than {most} tokens do not fit into the tap's memory"
             ),
             remedy="lower --max-length, or raise engine.context_length",
         )
-    return Job(options, config, chosen, num_layers - 1, hidden, vocabulary, length)
+    return Job(options, config, chosen, num_layers - 1, hidden, vocabulary, length, captured)
 
 
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
@@ -183,8 +222,9 @@ def _layers(config: Config, said: Sequence[int] | None, num_layers: int) -> tupl
         return tuple(said)
     if not config.drafter.enabled and config.aux_layers.layers is None:
         return default_layers(num_layers).outputs
-    checkpoints, _ = read_checkpoints(config)
-    contract, findings = decide_contract(config, checkpoints)
+    # As the engine will run: without a drafter the layers are the tap's.
+    storing = config.model_copy(update={"tap": config.tap.model_copy(update={"mode": "store", "layers": "aux"})})
+    contract, findings = decide_contract(storing, read_checkpoints(storing)[0])
     if contract is None:
         first = next((each for each in findings if each.level == "error"), None)
         raise ContractError(

@@ -127,6 +127,11 @@ class ChatTemplate:
         with self._lock:
             return self._tokens(self._text(messages, tools, True))
 
+    def ended(self, text: str) -> tuple[int, ...]:
+        """Token ids of an answer's text, and one that ends a turn."""
+        with self._lock:
+            return (*self._tokens(text), *sorted(self._end_ids)[:1])
+
     def answer(self, token_ids: Sequence[int]) -> Message:
         """The assistant's message that the target wrote as `token_ids`, for the history of its next turn.
 

@@ -1,8 +1,4 @@
-"""What a store of hidden states belongs to: the target, its tokenizer and chat template, and the layers.
-
-Digests are cheap even for a checkpoint of hundreds of gigabytes: the weights count by every file's name, size, header
-and evenly spread blocks of its data, which any other training run changes.
-"""
+"""What a store of hidden states belongs to: the target, its tokenizer and chat template, and the layers."""
 
 from __future__ import annotations
 
@@ -13,13 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from eagle3_serve.core.checkpoint_files import read_config, read_tensors
 from eagle3_serve.core.errors import CheckpointError, StoreError
+from eagle3_serve.core.target_digest import target_digest
 
-_BLOCK_BYTES = 4096
-_BLOCKS = 64
-# Keys of config.json that tools rewrite and that change no number.
-_VOLATILE = frozenset({"_name_or_path", "transformers_version", "auto_map"})
+__all__ = ["Identity", "target_digest", "tokenizer_digest"]
+
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",
@@ -64,44 +58,21 @@ class Identity:
         """How many states a token has: those of the drafter, and the last layer's."""
         return len(self.layers) + 1
 
-    def require_same(self, other: Identity, directory: Path) -> None:
-        """Raise StoreError that says what of `other`, which wants to write here, is different."""
+    def require_same(self, other: Identity, directory: Path, made_by: str = "") -> None:
+        """Raise StoreError that says what of `other`, which wants to write here, is different. `made_by`: the program
+        that began the store."""
         mine, theirs = self.as_dict(), other.as_dict()
         different = [name for name in (*_BELONGING, "sglang", "overlay") if mine[name] != theirs[name]]
         if different:
             facts = "; ".join(f"{name}: {mine[name]} there, {theirs[name]} now" for name in different)
-            raise StoreError(
-                f"{directory} was begun with something else: {facts}",
-                remedy="write into another directory, or use the same target, contract and SGLang as before",
-            )
-
-
-def target_digest(directory: Path) -> str:
-    """ "sha256:<hex>" of a checkpoint's configuration and weights. Raises CheckpointError."""
-    digest = hashlib.sha256()
-    config = {key: value for key, value in read_config(directory).items() if key not in _VOLATILE}
-    digest.update(json.dumps(config, sort_keys=True).encode())
-    for file in sorted({tensor.file for tensor in read_tensors(directory).values()}):
-        try:
-            _add_file(digest, file)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _add_file(digest: Any, file: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}\n".encode())
-    with file.open("rb") as data:
-        header = 8 + int.from_bytes(data.read(8), "little")  # safetensors: its length, then the header
-        data.seek(0)
-        digest.update(data.read(header))
-        if size - header <= _BLOCKS * _BLOCK_BYTES:
-            digest.update(data.read())
-            return
-        for block in range(_BLOCKS + 1):
-            data.seek(header + (size - header - _BLOCK_BYTES) * block // _BLOCKS)
-            digest.update(data.read(_BLOCK_BYTES))
+            remedy = "write into another directory, or use the same target, contract and SGLang as before"
+            if not set(different) - {"sglang", "overlay"}:
+                by = f" ({made_by}, SGLang {self.sglang})" if made_by else ""
+                remedy = (
+                    f"go on with the versions that began it{by}, or write the rest into another directory: the states "
+                    "of one store come from one engine"
+                )
+            raise StoreError(f"{directory} was begun with something else: {facts}", remedy=remedy)
 
 
 def tokenizer_digest(directory: Path) -> str:

@@ -16,16 +16,22 @@ from eagle3_serve.drafting.extract.prompts import ChatTemplate, Prompt, Template
 Generate = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
 
 
+class AnswerRefusedError(Exception):
+    """No answer to this prompt: the message says why. It ends a conversation, never a run."""
+
+
 async def regenerate(
     conversation: Conversation, template: ChatTemplate, generate: Generate, max_length: int
 ) -> list[Prompt | Rejected]:
     """One sample for each turn that `generate` answered: the prompt's ids and the answer's, mask 1 on the answer only.
 
     `generate` takes a prompt's ids and returns those of the answer, the end-of-turn token included where the target
-    wrote it; what it raises is the caller's. Turns are answered in order, each with the target's own earlier answers as
-    its history, and a conversation that ends with a question or a tool's result is answered too. Left as they are in
-    the file: an answer that calls a tool whose result follows (the result belongs to that call), and one that nothing
-    comes before. Ids end in ":t" and the index of the message; samples are cut at `max_length`.
+    wrote it. AnswerRefusedError of it ends the conversation there; what else it raises is the caller's.
+
+    Turns are answered in order, each with the target's own earlier answers as its history, and a conversation that
+    ends with a question or a tool's result is answered too. Left as they are in the file: an answer that calls a tool
+    whose result follows (the result belongs to that call), and one that nothing comes before. Ids end in ":t" and the
+    index of the message; samples are cut at `max_length`.
 
     Token ids are a prompt to be continued; their loss mask, if any, is ignored. Plain text has no turn to answer, and
     is rejected.
@@ -57,7 +63,10 @@ class _Target:
         checked = self.template.sample(conversation, suffix, prompt, (1,) * (len(prompt) + 1), self.max_length)
         if isinstance(checked, Rejected):
             return checked, ()
-        answer = tuple(await self.generate(prompt))
+        try:
+            answer = tuple(await self.generate(prompt))
+        except AnswerRefusedError as error:
+            return Rejected(identity, conversation.where, str(error)), ()
         if not answer:
             return Rejected(identity, conversation.where, "the target wrote nothing"), ()
         mask = (0,) * len(prompt) + (1,) * len(answer)
@@ -66,13 +75,16 @@ class _Target:
 
 def sample_ids(conversation: Conversation) -> list[str]:
     """The ids of the samples that `regenerate` gives where every turn can be answered; never empty."""
-    messages = conversation.messages or ()
-    turns = [
-        f"{conversation.id}:t{index}"
+    return [f"{conversation.id}:t{index}" for index in turns(conversation.messages or ())] or [conversation.id]
+
+
+def turns(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The messages that are answered anew; one more than there are, where the last answer is missing."""
+    return [
+        index
         for index, message in enumerate(_with_open_end(messages))
         if message is None or _is_answered_anew(messages, index)
     ]
-    return turns or [conversation.id]
 
 
 async def _chat(conversation: Conversation, target: _Target) -> list[Prompt | Rejected]:

@@ -2,8 +2,10 @@
 
     conversations -> token ids and loss masks -> batches -> the engine's prefill, tap in store mode -> checked -> shards
 
-Several batches are under way at once and are written in the conversations' order, so memory stays bounded: in the
-engine four batches of 256 MiB at most, here as much again.
+Four batches are under way at once and are written in the conversations' order, so memory stays bounded. A batch is
+256 MiB of states at most, counted as float32, or one sample that is larger: in the engine's process 1 GiB for four of
+them, here as much again and two copies of the one that is being written. (Of samples that are longer fewer are under
+way, so that 4 GiB hold them; a gateway's answers are in memory twice while they are read.)
 """
 
 from __future__ import annotations
@@ -16,28 +18,27 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from eagle3_serve.core.errors import EngineRequestError, StoreError
+from eagle3_serve.core.errors import StoreError
 from eagle3_serve.core.reporter import Reporter
-from eagle3_serve.drafting.extract import flow
+from eagle3_serve.drafting.extract import flow, served
 from eagle3_serve.drafting.extract.conversations import Conversation, Rejected
 from eagle3_serve.drafting.extract.job import Job, Options, prepare
 from eagle3_serve.drafting.extract.prompts import ChatTemplate, Prompt
-from eagle3_serve.drafting.extract.regenerate import regenerate, sample_ids
-from eagle3_serve.drafting.extract.servers import Captured, PromptRefusedError, StateServer, connect
+from eagle3_serve.drafting.extract.provenance import Identity
+from eagle3_serve.drafting.extract.regenerate import AnswerRefusedError, regenerate, sample_ids
+from eagle3_serve.drafting.extract.servers import Captured, GatewayStates, PromptRefusedError, StateServer, connect
 from eagle3_serve.drafting.extract.store import Sample, SampleError, StoreWriter
+from eagle3_serve.drafting.extract.store_files import is_blank, read_store_file
 from eagle3_serve.drafting.stacks import ConfigSource, attached, config_of, started
-from eagle3_serve.drafting.verify.tap_client import TappedServer
 from eagle3_serve.serving import preflight
 from eagle3_serve.serving.prepare import prepare as prepare_launch
 
 if TYPE_CHECKING:
     import torch
 
-_BATCHES_AT_ONCE = 4
 _MOST_SAMPLES = 256
 _RENDERED_AT_ONCE = 4
 _ANSWERED_AT_ONCE = 64
-_SHARD_OVERHEAD = 512  # header and metadata of a safetensors file, generously
 
 
 @dataclass
@@ -81,7 +82,7 @@ async def extract_started(source: ConfigSource, options: Options, reporter: Repo
     template = await asyncio.to_thread(load_template, job)
     overlay = planned.plan.overlay
     identity = await asyncio.to_thread(job.identity, template, sglang=overlay.release, overlay=overlay.id)
-    with open_store(job, identity) as writer:
+    with await asyncio.to_thread(open_store, job, identity) as writer:
         async with started(resolved, reporter, "extraction") as server, connect(server) as states:
             summary = await Extraction(job, template, states, writer, reporter).run()
         return await _finished(writer, summary)
@@ -90,20 +91,21 @@ async def extract_started(source: ConfigSource, options: Options, reporter: Repo
 async def extract_attached(url: str, source: ConfigSource, options: Options, reporter: Reporter) -> Summary:
     """Ask a running gateway whose tap.mode is store. Raises EngineRequestError and what `extract_started` raises."""
     server = await attached(url, source.resolve().secrets)
-    async with TappedServer(server) as tapped:
-        info = await tapped.info()
-    layers = info.get("layers")
-    if not layers:
-        raise EngineRequestError(
-            f"{url} captures no layers", remedy="start it with tap.mode: store and its aux_layers, or with a drafter"
+    async with GatewayStates(server) as states:
+        info = await states.info()
+        layers = served.layers(info, url, options.layers)
+        config = config_of(info, source)
+        captured = served.captured(info)
+        job = await asyncio.to_thread(prepare, config, options, layers=layers, captured=captured)
+        template = await asyncio.to_thread(load_template, job)
+        identity = await asyncio.to_thread(
+            job.identity, template, sglang=str(info["sglang"]), overlay=str(info["overlay"])
         )
-    job = await asyncio.to_thread(prepare, config_of(info, source), options, layers=layers)
-    template = await asyncio.to_thread(load_template, job)
-    identity = await asyncio.to_thread(job.identity, template, sglang=str(info["sglang"]), overlay=str(info["overlay"]))
-    with open_store(job, identity) as writer:
-        async with connect(server) as states:
+        await asyncio.to_thread(served.require_target, info, url, config.target.path, identity.target, reporter)
+        await served.require_states(states, url, (*job.layers, job.last_layer))
+        with await asyncio.to_thread(open_store, job, identity) as writer:
             summary = await Extraction(job, template, states, writer, reporter).run()
-        return await _finished(writer, summary)
+            return await _finished(writer, summary)
 
 
 def load_template(job: Job) -> ChatTemplate:
@@ -111,14 +113,22 @@ def load_template(job: Job) -> ChatTemplate:
     return ChatTemplate.load(job.config.target.path, trust_remote_code=job.config.target.trust_remote_code)
 
 
-def open_store(job: Job, identity: Any) -> StoreWriter:
-    """Begun or resumed. Raises StoreError."""
-    if job.options.resume and job.options.out.exists() and any(job.options.out.iterdir()):
-        return StoreWriter.resume(job.options.out, identity, job.settings)
-    return StoreWriter.create(job.options.out, identity, job.settings, job.about())
+def open_store(job: Job, identity: Identity) -> StoreWriter:
+    """Begun or, where samples are there, resumed. Raises StoreError."""
+    out = job.options.out
+    if job.options.resume and not is_blank(out):
+        inputs = job.inputs(read_store_file(out)["about"].get("inputs", ()))
+        writer = StoreWriter.resume(out, identity, job.settings)
+        writer.tell(inputs=inputs)
+        return writer
+    return StoreWriter.create(out, identity, job.settings, {**job.about(), "inputs": job.inputs()})
 
 
 async def _finished(writer: StoreWriter, summary: Summary) -> Summary:
+    if not writer.entries and summary.stopped_by:
+        raise StoreError(
+            f"nothing could be stored: the first sample is larger than {summary.stopped_by}", remedy="raise it"
+        )
     if not writer.entries:
         reasons = "; ".join(f"{count} times: {reason}" for reason, count in summary.skipped.most_common(3))
         raise StoreError(
@@ -126,7 +136,7 @@ async def _finished(writer: StoreWriter, summary: Summary) -> Summary:
             remedy=f"every sample that was left out is listed in {writer.directory / 'skipped.jsonl'}",
         )
     writer.note(summary.as_dict())
-    await asyncio.to_thread(writer.finish)
+    await flow.to_its_end(writer.finish)
     return summary
 
 
@@ -152,14 +162,15 @@ class Extraction:
         self._seen: set[str] = set()
         self._summary = Summary()
         self._begun = time.monotonic()
-        self._stop = asyncio.Event()
+        self._total = 0
+        entries = writer.entries
+        self._stored_bytes = job.stored_bytes(len(entries), sum(entry.tokens for entry in entries))
 
     async def run(self) -> Summary:
         """All conversations, or as many as `max_bytes` holds. Raises DiskFullError, EngineRequestError, ConfigError."""
-        total = await asyncio.to_thread(self._job.count)
+        self._total = await asyncio.to_thread(self._job.count)
         self._begun = time.monotonic()
-        already = len(self._writer.entries)
-        self._progress(0, total)
+        self._summary.already_there = len(self._writer.entries)
         async with contextlib.AsyncExitStack() as streams:
 
             async def closing(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -170,14 +181,15 @@ class Extraction:
             rendered = await closing(flow.in_order(conversations, self._render, at_once))
             items = await closing(self._wanted(rendered))
             batched = await closing(flow.batches(items, _tokens_of, self._job.batch_tokens, _MOST_SAMPLES))
-            fetched = await closing(flow.in_order(batched, self._fetch, _BATCHES_AT_ONCE))
+            fetched = await closing(flow.in_order(batched, self._fetch, self._job.batches_at_once))
             async for batch, captured in fetched:
-                await asyncio.to_thread(self._store, batch, captured)
-                self._progress(batch[-1].number, total)
+                for item, reason in await flow.to_its_end(self._store, batch, captured):
+                    self._skip(item.id, item.where, reason)
                 if self._summary.stopped_by:
                     break
-        self._progress(total, total)
-        self._summary.already_there = already
+                self._progress(batch[-1].number)
+            else:
+                self._progress(self._total)
         self._summary.seconds = time.monotonic() - self._begun
         return self._summary
 
@@ -192,20 +204,27 @@ class Extraction:
             return number, []  # answering it again would cost as much as the first time
 
         async def answer(prompt: Sequence[int]) -> Sequence[int]:
-            room = self._job.max_length - len(prompt)
-            return await self._server.answer(prompt, sampling.within(room))
+            try:
+                return await self._server.answer(prompt, sampling.of(prompt, self._job.max_length - len(prompt)))
+            except PromptRefusedError as error:
+                raise AnswerRefusedError(str(error)) from error
 
-        try:
-            return number, await regenerate(item, self._template, answer, self._job.max_length)
-        except PromptRefusedError as error:
-            return number, [Rejected(item.id, item.where, f"the engine refuses it: {error.message}")]
+        return number, await regenerate(item, self._template, answer, self._job.max_length)
 
     async def _wanted(self, rendered: AsyncIterator[tuple[int, list[Prompt | Rejected]]]) -> AsyncIterator[_Item]:
         """Samples that are not stored yet, each once."""
+        begun = False
         async for number, found in rendered:
+            if not begun and not found:
+                self._reporter.stage("passing over what is stored already", time.monotonic() - self._begun)
             for each in found:
                 if each.id in self._writer.ids or each.id in self._seen:
+                    if not begun:
+                        self._reporter.stage("passing over what is stored already", time.monotonic() - self._begun)
                     continue
+                if not begun:  # what was there before says nothing about the speed of the rest
+                    begun = True
+                    self._progress(number - 1)
                 self._seen.add(each.id)
                 if isinstance(each, Rejected):
                     self._skip(each.id, each.where, each.reason)
@@ -218,33 +237,37 @@ class Extraction:
             captured = await self._server.states([item.prompt.token_ids for item in batch])
         except PromptRefusedError as error:
             if len(batch) == 1:
-                return batch, [Captured((), problem=f"the engine refuses it: {error.message}")]
+                return batch, [Captured((), problem=str(error))]
             captured = [Captured((), problem="refused in company")] * len(batch)
         for number, (item, found) in enumerate(zip(batch, captured, strict=True)):
             if found.problem and len(batch) > 1:
                 _, (captured[number],) = await self._fetch([item])
         return batch, captured
 
-    def _store(self, batch: Sequence[_Item], captured: Sequence[Captured]) -> None:
-        samples = []
-        planned = self._writer.bytes
+    def _store(self, batch: Sequence[_Item], captured: Sequence[Captured]) -> list[tuple[Prompt, str]]:
+        """Write the good ones; the others, with reasons."""
+        samples: list[Sample] = []
+        left_out: list[tuple[Prompt, str]] = []
         for item, found in zip(batch, captured, strict=True):
             try:
                 sample = self._sample(item.prompt, found)
                 self._writer.check(sample)
             except SampleError as error:
-                self._skip(item.prompt.id, item.prompt.where, str(error))
+                left_out.append((item.prompt, str(error)))
                 continue
-            planned += len(sample.token_ids) * (self._job.row_bytes + 9) + _SHARD_OVERHEAD
-            if self._job.options.max_bytes is not None and planned > self._job.options.max_bytes:
-                self._summary.stopped_by = f"--max-bytes {self._job.options.max_bytes}"
+            size = self._job.stored_bytes(1, len(sample.token_ids))
+            most = self._job.options.max_bytes
+            if most is not None and self._stored_bytes + size > most:
+                self._summary.stopped_by = f"--max-bytes {most}"
                 break
+            self._stored_bytes += size
             samples.append(sample)
         for entry in self._writer.add_many(samples) if samples else ():
             self._summary.samples += 1
             self._summary.tokens += entry.tokens
             self._summary.trained_tokens += entry.trained
             self._summary.bytes += entry.bytes
+        return left_out
 
     def _sample(self, prompt: Prompt, found: Captured) -> Sample:
         """Raises SampleError for states that are missing or belong to other tokens."""
@@ -256,11 +279,7 @@ class Extraction:
         if not torch.equal(found.token_ids, ids):
             raise SampleError("the engine prefilled other tokens than were sent")
         wanted = [*self._job.layers, self._job.last_layer]
-        if missing := sorted(set(wanted) - set(found.layers)):
-            raise StoreError(
-                f"the server captures layers {list(found.layers)}, and layer {missing[0]} is wanted",
-                remedy="start it with tap.mode: store and the aux_layers that the drafter needs",
-            )
+        served.require_layers(found, wanted)
         mask = torch.tensor(prompt.loss_mask, dtype=torch.uint8)
         return Sample(prompt.id, ids, mask, _columns(found.states, [found.layers.index(layer) for layer in wanted]))
 
@@ -268,13 +287,13 @@ class Extraction:
         self._writer.skip(sample_id, where, reason)
         self._summary.skipped[reason] += 1
 
-    def _progress(self, done: int, total: int) -> None:
+    def _progress(self, done: int) -> None:
         seconds = time.monotonic() - self._begun
         self._reporter.progress(
             "conversations",
             done,
-            total,
-            samples=len(self._writer.entries),
+            self._total,
+            samples=self._summary.samples,
             tokens=self._summary.tokens,
             tokens_per_s=round(self._summary.tokens / seconds, 1) if seconds > 0 else 0.0,
             skipped=self._summary.skipped.total(),

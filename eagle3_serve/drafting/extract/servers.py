@@ -7,8 +7,10 @@ asks a running gateway of `eagle3-serve launch` (tap.mode: store), with its admi
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
     import torch
 
 _TIMEOUT_S = 1800
+_LOOK_EVERY_S = 1.0
 _ADMIN = "admin key: EAGLE3_SERVE__GATEWAY__ADMIN_KEY, or gateway.admin_key_file"
-_NO_TAP = "start the server with tap.mode: store, and with an admin key: `eagle3-serve launch --set tap.mode=store`"
+_NO_TAP = "a server with tap.mode: store and an admin key is needed: `eagle3-serve launch --set tap.mode=store`"
+# A prompt that is too long for the engine, or for the gateway's max_body_bytes.
+_OF_ONE_PROMPT = (httpx.codes.BAD_REQUEST, httpx.codes.REQUEST_ENTITY_TOO_LARGE)
 _NO_IDS = "this server's API gives no token ids (SGLang before 0.5.23): extract with --config instead of --url"
 
 
@@ -47,20 +52,26 @@ class Captured:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target answers. `max_tokens`: of each answer; `temperature` 0: greedy."""
+    """How the target answers. `max_tokens`: of each answer; `temperature` 0: greedy. `seed`: heeded by an engine that
+    runs with enable-deterministic-inference, and by no other."""
 
     max_tokens: int = 1024
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
 
-    def within(self, room: int) -> Sampling:
-        """The same with answers of at most `room` tokens."""
-        return replace(self, max_tokens=min(self.max_tokens, room))
+    def of(self, prompt: Sequence[int], room: int) -> Sampling:
+        """The same for one prompt: an answer of at most `room` tokens, and a seed of its own, because SGLang draws the
+        same numbers at the same positions for equal seeds."""
+        digest = hashlib.sha256(f"{self.seed} {list(prompt)}".encode()).digest()
+        return replace(self, max_tokens=min(self.max_tokens, room), seed=int.from_bytes(digest[:4]) >> 1)
 
 
 class PromptRefusedError(EngineRequestError):
-    """The server will not take this prompt, and may take others."""
+    """The server will not take this prompt, and may take others. Its text is a sample's reason."""
+
+    def __str__(self) -> str:
+        return f"the engine refuses it: {self.message}"
 
 
 class StateServer(Protocol):
@@ -86,6 +97,8 @@ def connect(server: Server) -> StateServer:
 
 
 class _Http:
+    """JSON over HTTP with this product's errors; what the server says of one prompt is a PromptRefusedError."""
+
     def __init__(self, url: str) -> None:
         # As many at once as the caller has in flight; it bounds them.
         limits = httpx.Limits(max_connections=None)
@@ -98,22 +111,34 @@ class _Http:
         await self._http.aclose()
 
     async def _post(self, path: str, body: dict[str, Any], key: str | None = None) -> httpx.Response:
+        return await self._request("POST", path, key, body)
+
+    async def _request(
+        self, method: str, path: str, key: str | None = None, body: dict[str, Any] | None = None
+    ) -> httpx.Response:
+        response = await self._send(method, path, key, body)
+        if response.status_code == httpx.codes.OK:
+            return response
+        remedy = refusal_remedy(response.status_code)
+        kind = EngineRequestError if response.status_code not in _OF_ONE_PROMPT else PromptRefusedError
+        if path.startswith("/internal/"):
+            kind = EngineRequestError
+            absent = response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND)
+            remedy = _NO_TAP if absent else refusal_remedy(response.status_code, _ADMIN)
+        raise kind(f"{self._http.base_url}{path} answered {response.status_code}: {response.text[:500]}", remedy=remedy)
+
+    async def _send(
+        self, method: str, path: str, key: str | None = None, body: dict[str, Any] | None = None
+    ) -> httpx.Response:
+        """Whatever is answered. Raises EngineRequestError where nothing is."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            response = await self._http.post(path, json=body, headers=headers)
+            return await self._http.request(method, path, json=body, headers=headers)
         except httpx.HTTPError as error:
             raise EngineRequestError(
                 f"no answer from {self._http.base_url}: {error or type(error).__name__}",
                 remedy="is the server still running? Its log says more",
             ) from error
-        if response.status_code == httpx.codes.OK:
-            return response
-        remedy = refusal_remedy(response.status_code)
-        kind = PromptRefusedError if response.status_code == httpx.codes.BAD_REQUEST else EngineRequestError
-        if path.startswith("/internal/"):
-            absent = response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND)
-            remedy = _NO_TAP if absent else refusal_remedy(response.status_code, _ADMIN)
-        raise kind(f"{self._http.base_url}{path} answered {response.status_code}: {response.text[:500]}", remedy=remedy)
 
 
 class EngineStates(_Http):
@@ -133,11 +158,26 @@ class EngineStates(_Http):
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         }
         await self._post("/generate", body)
-        path = await asyncio.to_thread(self._control.collect, rids)
+        path = await self._collect(rids)
         try:
             return await asyncio.to_thread(_read_file, path)
         finally:
             path.unlink(missing_ok=True)
+
+    async def _collect(self, rids: list[str]) -> Path:
+        """The tap's file. An engine that dies leaves the question without an answer, so it is looked at meanwhile."""
+        given_up = threading.Event()
+        asking = asyncio.create_task(asyncio.to_thread(self._control.collect, rids, given_up=given_up))
+        try:
+            while not (await asyncio.wait({asking}, timeout=_LOOK_EVERY_S))[0]:
+                await self._send("GET", "/model_info")
+            return asking.result()
+        except BaseException:
+            given_up.set()  # a thread cannot be cancelled
+            await asyncio.wait({asking})
+            if asking.exception() is None:
+                asking.result().unlink(missing_ok=True)
+            raise
 
     async def answer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
         body = {
@@ -161,9 +201,24 @@ class GatewayStates(_Http):
 
     async def states(self, prompts: Sequence[Sequence[int]]) -> list[Captured]:
         rids = _request_ids(len(prompts))
-        await asyncio.gather(*(self._prefill(rid, prompt) for rid, prompt in zip(rids, prompts, strict=True)))
-        answer = await self._post("/internal/tap/collect", {"rids": rids}, self._server.admin_key)
-        return await asyncio.to_thread(_read_bytes, answer.content)
+        # All are waited for: one that is refused must not leave the others running behind it.
+        refused = await asyncio.gather(*map(self._prefill, rids, prompts), return_exceptions=True)
+        for error in refused:
+            if error is not None and not isinstance(error, PromptRefusedError):
+                raise error
+        taken = [rid for rid, error in zip(rids, refused, strict=True) if error is None]
+        found: list[Captured] = []
+        if taken:
+            answer = await self._post("/internal/tap/collect", {"rids": taken}, self._server.admin_key)
+            found = await asyncio.to_thread(_read_bytes, answer.content)
+        captured = iter(found)
+        return [next(captured) if error is None else Captured((), problem=str(error)) for error in refused]
+
+    async def info(self) -> dict[str, Any]:
+        """What the server says of itself. Raises EngineRequestError."""
+        response = await self._request("GET", "/internal/info", self._server.admin_key)
+        answer: dict[str, Any] = response.json()
+        return answer
 
     async def answer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
         body = {

@@ -31,10 +31,10 @@ from eagle3_serve.core.errors import CheckpointError, EagleServeError, StoreErro
 from eagle3_serve.core.files import sha256_file, write_atomic, write_json_atomic
 from eagle3_serve.drafting.extract import dataset
 from eagle3_serve.drafting.extract.provenance import Identity, target_digest, tokenizer_digest
+from eagle3_serve.drafting.extract.sample import Sample, SampleError, check_sample, torch_dtype
 from eagle3_serve.drafting.extract.store_files import (
     FORMAT,
     INDEX_FILE,
-    LOCK_FILE,
     SKIPPED_FILE,
     STATES,
     STORE_FILE,
@@ -47,30 +47,17 @@ from eagle3_serve.drafting.extract.store_files import (
     read_skipped,
     read_store_file,
     recovered,
+    require_blank,
     shard_file,
 )
 
 if TYPE_CHECKING:
-    import torch
+    from types import TracebackType
+
 
 __all__ = ["Entry", "Sample", "SampleError", "Skipped", "Store", "StoreWriter"]
 
 _WRITERS = 4
-
-
-class SampleError(ValueError):
-    """A sample that must not be trained on; the text says why."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """`token_ids` [T] int64, `loss_mask` [T] uint8 (1: the drafter learns to predict this token), `states`
-    [T, K + 1, H]."""
-
-    id: str
-    token_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    states: torch.Tensor
 
 
 class StoreWriter:
@@ -80,22 +67,23 @@ class StoreWriter:
         self._directory = directory
         self._identity = identity
         self._description = dict(description)
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="store")
+        self._complete = False
         self._lock = locked(directory)
         try:
-            self.entries = recovered(directory) if resumed else []
-            self._skipped = {each.id: each for each in read_skipped(directory)}
+            if not resumed:  # another may have been faster
+                require_blank(directory)
+            with disk(f"opening {directory}"):
+                self.entries = recovered(directory)
+                self._skipped = {each.id: each for each in read_skipped(directory)} if resumed else {}
+                # Unbuffered: what a full disk refused must not be tried again at close.
+                self._index = (directory / INDEX_FILE).open("ab", buffering=0)
+                dataset.remove(directory)
+                self._describe()
         except BaseException:
             os.close(self._lock)
             raise
         self.ids = {entry.id for entry in self.entries}
-        self.bytes = sum(entry.bytes for entry in self.entries)
-        self._index = (directory / INDEX_FILE).open(
-            "ab", buffering=0
-        )  # what a full disk refused must not be tried again at close
-        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="store")
-        self._complete = False
-        dataset.remove(directory)
-        self._describe()
 
     @classmethod
     def create(
@@ -103,10 +91,9 @@ class StoreWriter:
     ) -> StoreWriter:
         """Begin a store. `settings`: what a sample's content depends on, beside its id; `about`: facts for people.
 
-        Raises StoreError where `directory` holds anything already.
+        Raises StoreError where `directory` holds anything already, unless it is a store without a sample.
         """
-        if directory.exists() and not _is_blank(directory):
-            raise StoreError(f"{directory} is not empty", remedy="name another directory, or go on there with --resume")
+        require_blank(directory)
         with disk(f"beginning {directory}"):
             (directory / STATES).mkdir(parents=True, exist_ok=True)
         return cls(directory, identity, {"settings": _plain(settings), "about": _plain(about)}, resumed=False)
@@ -115,7 +102,7 @@ class StoreWriter:
     def resume(cls, directory: Path, identity: Identity, settings: Mapping[str, Any]) -> StoreWriter:
         """Go on with a store, complete or not. Raises StoreError where it belongs to something else."""
         found = read_store_file(directory)
-        _identity_of(found, directory).require_same(identity, directory)
+        _identity_of(found, directory).require_same(identity, directory, str(found["about"].get("made_by", "")))
         wanted = _plain(settings)
         if different := sorted(
             name for name in {*found["settings"], *wanted} if found["settings"].get(name) != wanted.get(name)
@@ -132,8 +119,14 @@ class StoreWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except EagleServeError:
+            if error is None:  # else what happened first is what has to be told
+                raise
 
     def add(self, sample: Sample) -> Entry:
         """As `add_many` with one. Raises SampleError, StoreError, DiskFullError."""
@@ -145,7 +138,7 @@ class StoreWriter:
         """Raise SampleError for what must not be trained on, StoreError for an id that is there already."""
         if sample.id in self.ids:
             raise StoreError(f"the sample {sample.id} is in {self._directory} already")
-        _check_sample(sample, self._identity)
+        check_sample(sample, self._identity)
 
     def add_many(self, samples: Sequence[Sample]) -> list[Entry]:
         """Write checked samples; when this returns they survive a power cut.
@@ -182,6 +175,10 @@ class StoreWriter:
         """Say in `about` what one run did; `close` and `finish` write it."""
         about = self._description["about"]
         about["runs"] = [*about.get("runs", []), _plain(run)]
+
+    def tell(self, **facts: Any) -> None:
+        """Say something in `about`, in place of what was said there under these names."""
+        self._description["about"] = {**self._description["about"], **_plain(facts)}
 
     @property
     def directory(self) -> Path:
@@ -223,7 +220,7 @@ class StoreWriter:
         from safetensors.torch import save  # noqa: PLC0415 - needs torch
 
         tensors = {
-            "hidden_states": sample.states.to(_dtype(self._identity.dtype)).contiguous(),
+            "hidden_states": sample.states.to(torch_dtype(self._identity.dtype)).contiguous(),
             "token_ids": sample.token_ids.contiguous(),
             "loss_mask": sample.loss_mask.contiguous(),
         }
@@ -254,7 +251,6 @@ class StoreWriter:
             raise
         self.entries += entries
         self.ids |= {entry.id for entry in entries}
-        self.bytes += sum(entry.bytes for entry in entries)
         for entry in entries:
             self._skipped.pop(entry.id, None)
 
@@ -363,39 +359,6 @@ class Store:
                     f"{self.directory} was made with another {what} than {directory} has: {mine} and {theirs}",
                     remedy="name the checkpoint that the store was made with, or extract again with this one",
                 )
-
-
-def _check_sample(sample: Sample, identity: Identity) -> None:
-    tokens = len(sample.token_ids)
-    wanted = (tokens, identity.states, identity.hidden_size)
-    if tuple(sample.states.shape) != wanted:
-        raise SampleError(
-            f"the states are {list(sample.states.shape)}, not {list(wanted)}: tokens, states, hidden size"
-        )
-    if tuple(sample.loss_mask.shape) != (tokens,):
-        raise SampleError(f"{tokens} tokens have a loss mask of {list(sample.loss_mask.shape)}")
-    if tokens == 0 or not bool(sample.loss_mask.any()):
-        raise SampleError("no token of it is trained on: its loss mask is all zero")
-    if int(sample.token_ids.min()) < 0 or int(sample.token_ids.max()) >= identity.vocab_size:
-        raise SampleError(f"a token id is outside the target's vocabulary of {identity.vocab_size}")
-    # As they will be stored: a value that bfloat16 or float16 cannot hold is infinite there.
-    states = sample.states.to(_dtype(identity.dtype))
-    # NaN goes through to both ends; several times as fast as isfinite.
-    if not all(end.isfinite() for end in states.aminmax()):
-        token, state = (int(each) for each in (~states.isfinite()).any(dim=-1).nonzero()[0])
-        raise SampleError(f"its states hold NaN or infinite values, the first at token {token}, state {state}")
-
-
-def _is_blank(directory: Path) -> bool:
-    """Empty, or begun by a process that was killed before it wrote a sample or said what it was doing."""
-    names = {child.name for child in directory.rglob("*")}
-    return STORE_FILE not in names and names <= {LOCK_FILE, STATES, INDEX_FILE}
-
-
-def _dtype(name: str) -> Any:
-    import torch  # noqa: PLC0415
-
-    return getattr(torch, name)
 
 
 def _identity_of(found: Mapping[str, Any], directory: Path) -> Identity:

@@ -57,10 +57,15 @@ def locked(directory: Path) -> int:
         handle = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(handle)
         raise StoreError(
             f"another process writes into {directory}", remedy="wait for it, or name another directory"
+        ) from error
+    except OSError as error:
+        os.close(handle)
+        raise StoreError(
+            f"{directory} cannot be locked: {error.strerror}", remedy="name a directory on a file system with locks"
         ) from error
     return handle
 
@@ -75,7 +80,7 @@ def read_store_file(directory: Path) -> dict[str, Any]:
                 f"{directory} has format {found['format']}; this version reads {FORMAT}",
                 remedy="use the version that wrote it, or `eagle3-serve store standardize`",
             )
-        dict(found["settings"]), dict(found["about"]), bool(found["complete"])
+        dict(found["settings"]), dict(found["about"]), bool(found["complete"]), int(found["samples"])
     except FileNotFoundError as error:
         raise StoreError(
             f"{directory} is no store: it has no {STORE_FILE}",
@@ -109,9 +114,22 @@ def read_index(directory: Path) -> tuple[list[Entry], int]:
     return entries, whole
 
 
+def require_index(directory: Path, entries: int) -> None:
+    """Raise StoreError where there are fewer entries than STORE_FILE, which is never ahead of the index, knows of, or
+    no index at all, which is begun before it."""
+    known = int(read_store_file(directory)["samples"])
+    if entries < known or not (directory / INDEX_FILE).exists():
+        raise StoreError(
+            f"{directory / INDEX_FILE} has {entries} samples, and {STORE_FILE} knows of {known}",
+            remedy="restore the index, or extract into another directory",
+        )
+
+
 def recovered(directory: Path) -> list[Entry]:
-    """The entries of a store to go on with; what a killed process left half done is removed."""
+    """The entries of a store to go on with; what a killed process left half done is removed. Raises StoreError."""
     entries, whole = read_index(directory)
+    if (directory / STORE_FILE).exists():
+        require_index(directory, len(entries))
     for entry in entries:
         file = shard_file(directory, entry.row)
         if not file.is_file() or file.stat().st_size != entry.bytes:
@@ -138,6 +156,30 @@ def read_skipped(directory: Path) -> Iterator[Skipped]:
             yield Skipped(**json.loads(line))
     except (ValueError, TypeError, OSError) as error:
         raise StoreError(f"{file} cannot be read: {error}") from error
+
+
+def is_blank(directory: Path) -> bool:
+    """Nothing is there, or a store without a sample: who begins one there loses nothing. Raises StoreError."""
+    if not directory.is_dir():
+        return not directory.exists()
+    if (directory / STORE_FILE).exists():
+        has_index = (directory / INDEX_FILE).exists()
+        return has_index and read_store_file(directory)["samples"] == 0 and not read_index(directory)[0]
+    # Begun by a process that was killed before it said what it was doing.
+    states = directory / STATES
+    return {child.name for child in directory.iterdir()} <= {LOCK_FILE, STATES, INDEX_FILE} and not (
+        states.exists() and any(states.iterdir())
+    )
+
+
+def require_blank(directory: Path) -> None:
+    """Raise StoreError unless a store can be begun in `directory`."""
+    if not is_blank(directory):
+        begun = (directory / STORE_FILE).exists()
+        raise StoreError(
+            f"{directory} is not empty",
+            remedy="name another directory" + (", or go on there with --resume" if begun else ""),
+        )
 
 
 @contextlib.contextmanager

@@ -131,11 +131,7 @@ def _bad(param: str, message: str) -> ApiError:
 
 def read_request_ids(body: bytes) -> list[str]:
     """`{"rids": ["...", ...]}`. Raises ApiError 400."""
-    try:
-        value = json.loads(body)
-    except ValueError as error:
-        raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from error
-    rids = value.get("rids") if isinstance(value, dict) else None
+    rids = _parse(body).get("rids")
     if not isinstance(rids, list) or not rids or not all(isinstance(rid, str) for rid in rids):
         raise ApiError(400, "rids must be a list of request ids", code="invalid_parameter", param="rids")
     return rids

@@ -6,18 +6,21 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3_serve.core.checkpoint_files import read_metadata
 from eagle3_serve.core.contract import AuxLayers
 from eagle3_serve.core.errors import ContractError, EngineRequestError
-from eagle3_serve.runtime import tap
+from eagle3_serve.runtime import tap, tap_service
 from eagle3_serve.runtime.tap_ring import META, Ring, same_bits
 from eagle3_serve.runtime.tap_service import TapService
 from eagle3_serve.runtime.tap_store import Sequence, SequenceStore
@@ -268,15 +271,58 @@ def test_collected_sequences_are_forgotten_and_other_requests_never_kept():
     ] * 3
 
 
-def test_what_nobody_collects_is_bounded():
+def test_what_nobody_collects_makes_room_the_oldest_first_and_says_so_to_who_asks_late():
     store = SequenceStore(CONTRACT, most_bytes=10 * WIDTH * 4)
-    prefill(store, [("extract-a", 0, 8)])
-    prefill(store, [("extract-b", 0, 8)])
-    first, second = store.collect(["extract-a", "extract-b"])
-    assert first.problem is None
-    assert "wait to be collected" in str(second.problem)
-    prefill(store, [("extract-c", 0, 8)])
-    assert store.collect(["extract-c"])[0].problem is None
+    for name in ("extract-killed", "extract-a", "extract-b"):
+        prefill(store, [(name, 0, 5)])
+    killed, first, second = store.collect(["extract-killed", "extract-a", "extract-b"])
+    assert first.problem is second.problem is None
+    assert "it was not collected before" in str(killed.problem)
+    prefill(store, [("extract-c", 0, 6), ("extract-d", 0, 4)])
+    prefill(store, [("extract-c", 0, 4)])  # once more from its start: the first time takes no room any more
+    assert [each.problem for each in store.collect(["extract-c", "extract-d"])] == [None, None]
+    assert store._bytes == 0
+
+
+def test_a_sequence_that_is_larger_than_the_store_is_a_problem_of_its_own():
+    store = SequenceStore(CONTRACT, most_bytes=10 * WIDTH * 4)
+    prefill(store, [("extract-long", 0, 8)])
+    prefill(store, [("extract-long", 8, 8)])
+    prefill(store, [("extract-long", 16, 8)])
+    (found,) = store.collect(["extract-long"])
+    assert "alone are more than" in str(found.problem)
+    assert found.states == []
+    assert store._bytes == 0
+
+
+def test_rows_of_other_requests_are_not_even_copied():
+    store = SequenceStore(CONTRACT)
+    prefill(store, [("chatcmpl-7", 0, 4), ("HEALTH_CHECK_1", 0, 1)])
+    assert store._pieces.empty()
+
+
+def test_what_comes_after_the_question_is_not_waited_for():
+    """Under the load of others there is always a forward that has not ended."""
+    store = SequenceStore(CONTRACT)
+    prefill(store, [("extract-a", 0, 2)])
+    running = SimpleNamespace(synchronize=threading.Event().wait)
+    collected: list[list[Sequence]] = []
+    done = threading.Event()
+
+    def collect() -> None:
+        collected.append(store.collect(["extract-a"]))
+        done.set()
+
+    put = store._pieces.put
+
+    def put_with_another_behind(piece: object) -> None:
+        put(piece)
+        put((running, ["extract-b"], [0], [2], torch.arange(2), rows(2)))
+
+    store._pieces.put = put_with_another_behind  # type: ignore[method-assign]
+    threading.Thread(target=collect, daemon=True).start()
+    assert done.wait(10)
+    assert collected[0][0].problem is None
 
 
 def test_a_batch_without_request_ids_is_kept_for_nobody():
@@ -401,6 +447,32 @@ def test_an_answer_that_cannot_be_written_does_not_end_the_tap(tmp_path: Path, p
             TapControl(tmp_path, 1).snapshot(timeout_s=1)
     assert written.is_set()
     assert TapControl(tmp_path, 1).read_rank(0, timeout_s=20)
+
+
+def test_a_disk_with_no_room_for_an_answer_is_named_at_once(tmp_path: Path, probe: TapService, monkeypatch):
+    record(probe.ring("target", CONTRACT, rows(1)), 1)
+    save_file = tap_service.save_file
+
+    def full(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        if tensors:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, *rest)
+
+    monkeypatch.setattr(tap_service, "save_file", full)
+    with pytest.raises(EngineRequestError, match=f"{tmp_path} cannot be written: .*No space left"):
+        TapControl(tmp_path, 1).snapshot(timeout_s=20)
+    assert [each.name for each in tmp_path.iterdir()] == ["tap-requests"]
+
+
+def test_who_does_not_wait_any_more_is_let_go_at_once_and_leaves_no_question(tmp_path: Path):
+    (tmp_path / "tap-requests").mkdir()
+    given_up = threading.Event()
+    threading.Timer(0.1, given_up.set).start()
+    began = time.monotonic()
+    with pytest.raises(EngineRequestError, match="nobody waits"):
+        TapControl(tmp_path, 1).collect(["extract-a"], timeout_s=60, given_up=given_up)
+    assert time.monotonic() - began < 10
+    assert list((tmp_path / "tap-requests").iterdir()) == []
 
 
 def test_a_run_directory_that_is_taken_away_ends_the_tap_and_is_not_made_again(tmp_path: Path):

@@ -42,3 +42,9 @@ def test_without_a_drafter_there_is_nothing_to_contradict(config: Config, tmp_pa
     info = ServerInfo(plan_for(alone, tmp_path)).read()
     assert info["layers"] is None
     assert info["consistent"] is True
+
+
+def test_whose_hidden_states_can_be_collected_is_said_where_somebody_may_ask(config: Config, tmp_path: Path) -> None:
+    plan = plan_for(config, tmp_path)
+    assert ServerInfo(plan, "sha256:abc").read()["target_digest"] == "sha256:abc"
+    assert ServerInfo(plan).read()["target_digest"] is None

@@ -9,6 +9,7 @@ import pytest
 
 from eagle3_serve.core.errors import ConfigError
 from eagle3_serve.core.files import sha256_file
+from eagle3_serve.drafting.extract import conversations
 from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, count, read_conversations
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -192,3 +193,17 @@ def test_a_file_is_read_as_a_stream(tmp_path: Path) -> None:
         file.write(json.dumps({"text": "late"}).encode())
     assert [each.text for each in found if isinstance(each, Conversation)][-1] == "late"
     assert count(path) == 5001
+
+
+def test_a_line_that_is_too_long_is_rejected_without_being_held_and_the_next_keeps_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "_LONGEST_LINE_BYTES", 100)
+    path = written(tmp_path, json.dumps({"text": "a" * 1000}), json.dumps({"text": "short"}), "x" * 350)
+    long, short, last = read_conversations(path)
+    assert isinstance(long, Rejected)
+    assert "more than" in long.reason
+    assert isinstance(short, Conversation)
+    assert short.where.endswith(":2")
+    assert isinstance(last, Rejected)
+    assert count(path) == 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -117,3 +119,29 @@ async def test_batches_are_bounded_by_cost_and_number_and_an_item_that_costs_mor
 async def test_an_iterator_that_blocks_is_read_in_a_thread_to_its_end():
     assert [item async for item in flow.from_thread(iter([1, 2, 3]))] == [1, 2, 3]
     assert [item async for item in flow.from_thread([])] == []
+
+
+async def test_who_is_cancelled_waits_for_the_thread_that_writes():
+    release, ended = threading.Event(), threading.Event()
+
+    def write() -> None:
+        release.wait(10)
+        time.sleep(0.05)
+        ended.set()
+        raise OSError("and it failed")
+
+    work = asyncio.create_task(flow.to_its_end(write))
+    await asyncio.sleep(0.01)
+    work.cancel()
+    await asyncio.sleep(0.05)
+    assert not work.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert ended.is_set()
+
+
+async def test_what_a_thread_gives_or_raises_is_given_and_raised():
+    assert await flow.to_its_end(max, 2, 7) == 7
+    with pytest.raises(ValueError, match="seven"):
+        await flow.to_its_end(int, "seven")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -13,15 +14,15 @@ import pytest
 import torch
 
 from eagle3_serve.config.resolve import load_config
-from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestError
+from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestError, StoreError
 from eagle3_serve.core.reporter import JsonReporter
 from eagle3_serve.core.resources import data_directory
 from eagle3_serve.drafting.extract.estimate import estimate
 from eagle3_serve.drafting.extract.job import Job, Options, prepare
 from eagle3_serve.drafting.extract.prompts import ChatTemplate
-from eagle3_serve.drafting.extract.run import Extraction, Summary
+from eagle3_serve.drafting.extract.run import Extraction, Summary, _finished, open_store
 from eagle3_serve.drafting.extract.servers import Captured, PromptRefusedError, Sampling
-from eagle3_serve.drafting.extract.store import Store, StoreWriter
+from eagle3_serve.drafting.extract.store import Entry, Sample, Store, StoreWriter
 
 TARGET = data_directory("models") / "tiny-kimi" / "target"
 LAYERS = (2, 30, 58)
@@ -185,15 +186,16 @@ def test_the_layers_are_the_drafters_unless_others_are_named(tmp_path):
 
 
 def test_samples_longer_than_the_engine_takes_are_refused_before_it_starts(tmp_path):
-    assert job(tmp_path, [ids(1, 2)]).max_length == 2047
-    with pytest.raises(ConfigError, match="the engine takes 2047"):
-        job(tmp_path, [ids(1, 2)], max_length=2048)
+    """SGLang refuses prompts of context - 6 tokens and more (validate_input_length)."""
+    assert job(tmp_path, [ids(1, 2)]).max_length == 2048 - 7
+    with pytest.raises(ConfigError, match="with a context of 2048 the engine takes 2041"):
+        job(tmp_path, [ids(1, 2)], max_length=2042)
 
 
 def test_the_estimate_is_what_the_store_then_takes(tmp_path):
     lines = [ids(*range(10, 10 + length)) for length in (3, 200, 41, 900)] + [{"input_ids": [99999]}]
     work = job(tmp_path, lines)
-    found = estimate(work, TEMPLATE, JsonReporter(), rate=100.0)
+    found = asyncio.run(estimate(work, TEMPLATE, JsonReporter(), rate=100.0))
     assert (found.samples, found.tokens, found.trained_tokens) == (4, 1144, 1144)
     assert found.hours == pytest.approx(1144 / 100 / 3600)
     assert found.rejected.total() == 1
@@ -209,7 +211,182 @@ def test_chats_at_kimis_width_are_counted_in_terabytes(tmp_path):
     """68,000 chats of 1,500 tokens, four states of 7168 in bfloat16: 5.8 TB, by the product's own arithmetic."""
     work = job(tmp_path, [ids(*range(10, 10 + 1500))])
     kimi = Job(work.options, work.config, LAYERS, 60, 7168, 163840, 2048)
-    one = estimate(kimi, TEMPLATE, JsonReporter(), rate=None)
+    one = asyncio.run(estimate(kimi, TEMPLATE, JsonReporter(), rate=None))
     assert one.hours is None
     assert 68_000 * one.bytes == pytest.approx(5.85e12, rel=0.01)
     assert kimi.batch_tokens * 4 * 7168 * 4 <= 256 << 20
+    assert kimi.batches_at_once == 4
+    long = Job(work.options, work.config, LAYERS, 60, 7168, 163840, 18_000)
+    assert long.batches_at_once * 18_000 * 4 * 7168 * 4 <= 4 << 30, "all of them fit into the tap's memory"
+    everything = Job(work.options, work.config, LAYERS, 60, 7168, 163840, 1000, captured=62)
+    assert everything.batch_tokens * 62 * 7168 * 4 <= 256 << 20, "what is captured counts, not what is stored"
+
+
+def begin(work: Job) -> StoreWriter:
+    return open_store(work, work.identity(TEMPLATE, sglang="0.5.23", overlay="x"))
+
+
+async def extract(work: Job, server: ScriptedServer) -> Summary:
+    with begin(work) as writer:
+        return await Extraction(work, TEMPLATE, server, writer, JsonReporter()).run()
+
+
+async def test_a_text_that_changed_is_not_stored_a_second_time_under_other_ids(tmp_path):
+    first = job(tmp_path, [ids(1, 2, 3), ids(4, 5)])
+    await extract(first, ScriptedServer())
+    changed = job(tmp_path, [ids(1, 2, 3), ids(4, 5), ids(6, 7)], resume=True)
+    with pytest.raises(StoreError, match=r"text.jsonl is not what it was when .* stored twice"):
+        begin(changed)
+    assert len(Store.open(first.options.out)) == 2
+
+
+async def test_more_text_is_added_by_a_file_of_its_own_and_the_store_names_both(tmp_path):
+    first = job(tmp_path, [ids(1, 2, 3)])
+    await extract(first, ScriptedServer())
+    more = tmp_path / "more.jsonl"
+    more.write_text(json.dumps(ids(8, 9)))
+    both = prepare(first.config, Options((more,), first.options.out, resume=True))
+    summary = await extract(both, ScriptedServer())
+    assert (summary.samples, summary.already_there) == (1, 1)
+    store = Store.open(first.options.out)
+    assert [Path(each["path"]).name for each in store.about["inputs"]] == ["text.jsonl", "more.jsonl"]
+
+
+async def test_a_run_without_a_sample_leaves_nothing_that_the_next_is_measured_by(tmp_path):
+    class Broken(ScriptedServer):
+        async def states(self, prompts: Sequence[Sequence[int]]) -> list[Captured]:
+            raise EngineRequestError("the tap is off")
+
+    with pytest.raises(EngineRequestError):
+        await extract(job(tmp_path, [ids(1, 2, 3)]), Broken())
+    for resume in (False, True):
+        other = job(tmp_path, [ids(1, 2, 3), ids(4, 5)], layers=(1, 2), resume=resume)
+        with begin(other) as writer:
+            assert writer.entries == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+async def test_every_order_of_limits_stops_and_resumes_gives_each_sample_once_and_in_order(tmp_path, resume):
+    lines = [ids(*range(10 * number, 10 * number + 5)) for number in range(1, 21)]
+    whole = job(tmp_path, lines)
+    size = whole.stored_bytes(1, 5)
+    if not resume:
+        await extract(whole, ScriptedServer())
+    else:
+        for options in ({"limit": 3}, {"max_bytes": 7 * size}, {"limit": 9}, {"max_bytes": 7 * size}, {}, {}):
+            await extract(job(tmp_path, lines, resume=True, **options), ScriptedServer())
+    store = Store.open(whole.options.out)
+    assert [int(entry.id.rpartition(":")[2]) for entry in store.entries] == list(range(1, 21))
+
+
+async def test_max_bytes_counts_what_the_whole_store_takes_and_what_lies_there_before(tmp_path):
+    lines = [ids(*range(1, 101))] * 20
+    size = job(tmp_path, lines).stored_bytes(1, 100)
+    found = []
+    for most in (5 * size, 5 * size, 8 * size):
+        work = job(tmp_path, lines, max_bytes=most, resume=True)
+        with begin(work) as writer:
+            found.append(await Extraction(work, TEMPLATE, ScriptedServer(), writer, JsonReporter()).run())
+            writer.finish()
+        store = [file.stat().st_size for file in work.options.out.rglob("*") if file.is_file()]
+        assert sum(store) <= most + 8192, "the few files that are there once are not counted"
+    assert [each.samples for each in found] == [5, 0, 3]
+    assert [each.stopped_by for each in found] == [f"--max-bytes {most}" for most in (5 * size, 5 * size, 8 * size)]
+
+
+async def test_a_store_in_which_nothing_has_room_says_so(tmp_path):
+    work = job(tmp_path, [ids(1, 2, 3)], max_bytes=100)
+    with begin(work) as writer:
+        summary = await Extraction(work, TEMPLATE, ScriptedServer(), writer, JsonReporter()).run()
+        with pytest.raises(StoreError, match="the first sample is larger than --max-bytes 100"):
+            await _finished(writer, summary)
+
+
+async def test_who_stops_a_run_while_it_writes_finds_a_store_that_goes_on(tmp_path, monkeypatch):
+    lines = [ids(*[token] * 2000) for token in range(10, 90)]
+    work = job(tmp_path, lines)
+    writing, go_on = threading.Event(), threading.Event()
+    write = StoreWriter.add_many
+
+    def slow(writer: StoreWriter, samples: Sequence[Sample]) -> list[Entry]:
+        writing.set()
+        go_on.wait(10)
+        return write(writer, samples)
+
+    monkeypatch.setattr(StoreWriter, "add_many", slow)
+    running = asyncio.create_task(extract(work, ScriptedServer()))
+    while not writing.is_set():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.sleep(0.05)
+    assert not running.done(), "the store is not closed under the thread that writes"
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(asyncio.all_tasks()) == 1, "nothing is left running"
+    store = Store.open(work.options.out)
+    assert (len(store), store.complete) == (work.batch_tokens // 2000, False)
+    monkeypatch.undo()
+    await extract(job(tmp_path, lines, resume=True), ScriptedServer())
+    assert [int(entry.id.rpartition(":")[2]) for entry in Store.open(work.options.out).entries] == list(range(1, 81))
+
+
+async def test_progress_after_a_resume_counts_from_where_it_was_and_ends_once(tmp_path, capsys):
+    lines = [ids(*range(number, number + 5)) for number in range(1, 9)]
+    await extract(job(tmp_path, lines, limit=6), ScriptedServer())
+    capsys.readouterr()
+    await extract(job(tmp_path, lines, resume=True), ScriptedServer())
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["event"] for each in events] == ["stage", "progress", "progress"]
+    assert [each["done"] for each in events[1:]] == [6, 8]
+
+
+async def test_a_run_that_stops_early_does_not_say_that_it_came_to_the_end(tmp_path, capsys):
+    lines = [ids(*range(number, number + 5)) for number in range(1, 9)]
+    size = job(tmp_path, lines).stored_bytes(1, 5)
+    await extract(job(tmp_path, lines, max_bytes=3 * size), ScriptedServer())
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(each["done"] < each["total"] for each in events)
+
+
+async def test_an_answer_that_the_engine_refuses_keeps_those_before_it(tmp_path):
+    class Refusing(ScriptedServer):
+        async def answer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+            if len(self.calls) == 1:
+                raise PromptRefusedError("answered 400: no")
+            self.calls.append(1)
+            return [7, 7]
+
+    turn = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "old"}]
+    work = job(tmp_path, [{"messages": [*turn, *turn]}], sampling=Sampling(max_tokens=5))
+    _, store = await run(work, Refusing())
+    assert [entry.id.rpartition(":")[2] for entry in store.entries] == ["t1"]
+    assert [(each.id.rpartition(":")[2], each.reason) for each in store.skipped] == [
+        ("t3", "the engine refuses it: answered 400: no")
+    ]
+
+
+def test_the_estimate_of_answers_anew_counts_every_turn_with_its_history(tmp_path):
+    turn = [{"role": "user", "content": "one two three"}, {"role": "assistant", "content": "four five six"}]
+    lines = [{"messages": turn * 3}, {"messages": turn[:1]}]
+    work = job(tmp_path, lines, sampling=Sampling(max_tokens=50))
+    found = asyncio.run(estimate(work, TEMPLATE, JsonReporter(), rate=None))
+    assert (found.samples, found.rejected) == (4, {})
+
+    class AsInTheFile(ScriptedServer):
+        async def answer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+            return list(TEMPLATE.ended("four five six"))
+
+    _, store = asyncio.run(run(work, AsInTheFile()))
+    assert len(store) == 4
+    asked = store.entries[-1].tokens - len(TEMPLATE.ended("four five six"))
+    assert found.tokens == sum(entry.tokens for entry in store.entries[:3]) + asked + 50, "a new answer takes all of it"
+
+    class Long(ScriptedServer):
+        async def answer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+            return [7] * sampling.max_tokens
+
+    other = prepare(work.config, Options(work.options.inputs, tmp_path / "long", sampling=work.options.sampling))
+    _, longest = asyncio.run(run(other, Long()))
+    assert found.most_tokens == pytest.approx(longest.tokens, rel=0.25)
+    assert found.tokens < found.most_tokens

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3_serve.core.errors import DiskFullError, StoreError
+from eagle3_serve.core.errors import StoreError
 from eagle3_serve.core.resources import data_directory
 from eagle3_serve.drafting.extract.provenance import Identity, target_digest, tokenizer_digest
 from eagle3_serve.drafting.extract.store import Sample, SampleError, Store, StoreWriter
@@ -138,11 +136,62 @@ def test_two_writers_at_once_are_refused(tmp_path):
         assert writer.ids == {"a"}
 
 
-def test_a_directory_with_anything_in_it_is_not_begun(tmp_path):
-    (tmp_path / "precious.txt").write_text("mine")
-    with pytest.raises(StoreError, match="not empty"):
+@pytest.mark.parametrize("name", ["precious.txt", "hidden_states/hs_0.safetensors"])
+def test_a_directory_with_anything_in_it_is_not_begun(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(StoreError, match="not empty") as error:
         create(tmp_path)
-    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert (tmp_path / name).read_text() == "mine"
+    assert "--resume" not in error.value.remedy, "it is no store that could be gone on with"
+
+
+def test_a_store_without_a_sample_may_be_begun_anew_with_another_target(tmp_path):
+    with create(tmp_path / "s") as writer:
+        writer.skip("a", "chats.jsonl:1", "poisoned")
+    (tmp_path / "s" / "hidden_states" / ".hs_0.safetensors.k1ll3d").write_text("half")
+    other = Identity.from_dict(IDENTITY.as_dict() | {"target": "sha256:other"})
+    with create(tmp_path / "s", other) as writer:
+        writer.add(sample("a"))
+    store = Store.open(tmp_path / "s")
+    assert (store.identity, len(store), store.skipped) == (other, 1, ())
+    assert [file.name for file in (tmp_path / "s" / "hidden_states").iterdir()] == ["hs_0.safetensors"]
+    with pytest.raises(StoreError, match="not empty"):
+        create(tmp_path / "s")
+
+
+def test_a_file_is_no_place_for_a_store(tmp_path):
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(StoreError, match="not empty"):
+        create(tmp_path / "s")
+
+
+def test_a_store_that_another_release_began_says_which(tmp_path):
+    with StoreWriter.create(tmp_path / "s", IDENTITY, SETTINGS, {"made_by": "eagle3-serve 0.9 extract"}) as writer:
+        writer.add(sample("a"))
+    newer = Identity.from_dict(IDENTITY.as_dict() | {"overlay": "0.5.23-def"})
+    with pytest.raises(StoreError, match=r"0\.5\.23-abc there, 0\.5\.23-def now") as error:
+        StoreWriter.resume(tmp_path / "s", newer, SETTINGS)
+    assert "eagle3-serve 0.9 extract, SGLang 0.5.23" in error.value.remedy
+
+
+def test_a_value_that_float16_cannot_hold_is_told_from_nan(tmp_path):
+    half = Identity.from_dict(IDENTITY.as_dict() | {"dtype": "float16"})
+    large = sample("large")
+    large.states[2, 1] = 70_000.0
+    with create(tmp_path / "s", half) as writer:
+        with pytest.raises(SampleError, match="values that float16 cannot, the first at token 2, state 1"):
+            writer.add(large)
+        writer.add(sample("a"))
+
+
+def test_facts_are_said_anew_and_those_of_runs_add_up(finished):
+    for number in range(2):
+        with StoreWriter.resume(finished, IDENTITY, SETTINGS) as writer:
+            writer.tell(inputs=[f"file {number}"])
+            writer.note({"samples": number})
+    about = Store.open(finished).about
+    assert about == {"target_path": "somewhere", "inputs": ["file 1"], "runs": [{"samples": 0}, {"samples": 1}]}
 
 
 @pytest.mark.parametrize(
@@ -221,67 +270,9 @@ def test_a_writer_that_is_killed_leaves_whole_samples_and_the_next_goes_on(tmp_p
     assert not [file for file in (tmp_path / "s").iterdir() if file.name.startswith(".dataset")]
 
 
-def test_a_full_disk_names_the_first_sample_that_did_not_fit_and_keeps_those_before_it(tmp_path, monkeypatch):
-    from eagle3_serve.drafting.extract import store as module
-
-    writer = create(tmp_path / "s")
-    writer.add(sample("a", seed=1))
-    whole = module.write_atomic
-
-    def full(path: Path, content: bytes) -> None:
-        if path.name == "hs_2.safetensors":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole(path, content)
-
-    monkeypatch.setattr(module, "write_atomic", full)
-    with pytest.raises(DiskFullError, match="sample c") as error:
-        writer.add_many([sample("b", seed=2), sample("c", seed=3), sample("d", seed=4)])
-    assert "--resume" in error.value.remedy
-    monkeypatch.undo()
-    writer.close()
-    assert [entry.id for entry in Store.open(tmp_path / "s").entries] == ["a", "b"]
-    left = sorted(file.name for file in (tmp_path / "s" / "hidden_states").iterdir())
-    assert left == ["hs_0.safetensors", "hs_1.safetensors"]
-
-
 def test_a_store_without_samples_cannot_be_completed(tmp_path):
     with create(tmp_path / "s") as writer, pytest.raises(StoreError, match="no sample"):
         writer.finish()
-
-
-def test_damage_is_named(finished):
-    shard = finished / "hidden_states" / "hs_1.safetensors"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    store = Store.open(finished)
-    assert store.verify_digests() == ["hs_1.safetensors: its bytes are not those that were written"]
-    assert store.verify_digests([0, 2]) == []
-    shard.write_bytes(content[:-20])
-    with pytest.raises(StoreError, match="hs_1"):
-        store.sample(1)
-    with pytest.raises(StoreError, match="not whole"):
-        StoreWriter.resume(finished, IDENTITY, SETTINGS)
-    shard.write_bytes((finished / "hidden_states" / "hs_0.safetensors").read_bytes())
-    with pytest.raises(StoreError, match="holds the sample a, and the index says b"):
-        store.sample(1)
-
-
-@pytest.mark.parametrize("lines", [[0, 2], [0, 0, 1, 2]])
-def test_an_index_with_a_line_lost_or_double_is_damaged(finished, lines):
-    index = finished / "index.jsonl"
-    whole = index.read_text().splitlines(keepends=True)
-    index.write_text("".join(whole[line] for line in lines))
-    with pytest.raises(StoreError, match="missing or double"):
-        Store.open(finished)
-
-
-def test_what_is_no_store_is_named_with_what_to_do(tmp_path):
-    with pytest.raises(StoreError, match="is no store") as error:
-        Store.open(tmp_path)
-    assert "extract" in error.value.remedy
-    (tmp_path / "store.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(StoreError, match="format 99"):
-        Store.open(tmp_path)
 
 
 def test_a_store_and_a_target_that_do_not_belong_together_are_refused(tmp_path):

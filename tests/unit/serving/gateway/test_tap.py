@@ -79,7 +79,9 @@ async def test_the_admin_collects_the_states_of_requests_and_no_file_is_left(sta
     assert response.status_code == 403
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"rids": []}', b'{"rids": "a"}', b'{"rids": [1]}'])
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b"[" * 200_000, b"\xff", b'{"rids": []}', b'{"rids": "a"}', b'{"rids": [1]}']
+)
 async def test_request_ids_that_are_none_are_refused(start_gateway: StartGateway, body: bytes) -> None:
     gateway = await start_gateway(admin_key=ADMIN_KEY)
     headers = {**ADMIN, "content-type": "application/json"}

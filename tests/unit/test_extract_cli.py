@@ -1,0 +1,118 @@
+"""`eagle3-serve extract`: what is refused before anything runs, and what the estimate prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from eagle3_serve.cli import app
+from eagle3_serve.core.errors import CheckpointError, ConfigError, InterruptedLoadError
+from eagle3_serve.core.resources import data_directory
+from eagle3_serve.drafting.extract import run as extraction
+
+CONFIGS = data_directory("configs")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.jsonl"
+    answered = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    lines = [{"messages": answered}, {"messages": answered[:1]}, {"input_ids": list(range(10, 40))}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
+    return file
+
+
+def run(text: Path, *arguments: object) -> Result:
+    command = ["extract", "--input", str(text), "--out", str(text.parent / "store"), *map(str, arguments)]
+    return CliRunner().invoke(app, command, env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+
+def test_its_help_has_an_example_and_names_the_exit_codes() -> None:
+    words = " ".join(CliRunner().invoke(app, ["extract", "--help"], env={"COLUMNS": "80"}).output.split())
+    assert "Example: eagle3-serve extract" in words
+    assert "21" in words
+    assert "24" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--max-bytes", "0"], "--max-bytes 0"),
+        (["--max-bytes", "0.2"], "--max-bytes 0.2"),
+        (["--max-bytes", "-5G"], "--max-bytes -5G"),
+        (["--max-bytes", "much"], "--max-bytes much"),
+        (["--dtype", "int8"], "--dtype int8"),
+        (["--regenerate", "--top-p", "0"], "--top-p 0.0"),
+        (["--regenerate", "--temperature", "inf"], "--temperature inf"),
+        (["--temperature", "0.7"], "is not asked to"),
+        (["--seed", "1"], "is not asked to"),
+        (["--rate", "100"], "--rate"),
+        (["--estimate", "--rate", "inf"], "--rate"),
+        (["--input", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_sentence_before_anything_is_begun(
+    text: Path, arguments: list[str], named: str
+) -> None:
+    result = run(text, *arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert named in result.exception.message
+    assert result.exception.remedy
+    assert not (text.parent / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--max-length", "1"], ["--limit", "0"], ["--top-p", "1.5"], ["--temperature", "nan"], ["--max-tokens", "0"]],
+)
+def test_numbers_that_are_out_of_range_are_usage_errors(text: Path, arguments: list[str]) -> None:
+    assert run(text, *arguments).exit_code == 2
+
+
+def test_the_estimate_as_json_is_json_alone_on_standard_output_and_begins_nothing(text: Path) -> None:
+    result = run(text, "--estimate", "--rate", 50, "--json")
+    assert result.exit_code == 0, result.exception
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {each["event"] for each in events[:-1]} == {"progress"}
+    found = events[-1]
+    assert found["event"] == "estimate"
+    assert found["samples"] == 2
+    assert found["hours"] == pytest.approx(found["tokens"] / 50 / 3600)
+    assert sum(found["rejected"].values()) == 2
+    assert found["fits"] is True
+    assert not (text.parent / "store").exists()
+
+
+def test_the_estimate_with_regenerate_counts_questions_that_have_no_answer_yet(text: Path) -> None:
+    result = run(text, "--estimate", "--regenerate", "--max-tokens", 20)
+    assert result.exit_code == 0, result.exception
+    assert "samples     3" in result.stdout
+    assert "if every answer takes all of --max-tokens" in result.stdout
+    assert "rejected    1: it is not valid JSON" in result.stdout
+
+
+def test_a_checkpoint_that_is_not_there_is_named_by_the_estimate_for_the_real_kimi(text: Path) -> None:
+    result = run(text, "--config", CONFIGS / "kimi.yaml", "--estimate")
+    assert isinstance(result.exception, CheckpointError)
+    assert "/models/Kimi-K2.5" in result.exception.message
+    assert result.exception.remedy
+
+
+def test_who_stops_a_run_is_told_how_to_go_on_and_gets_the_signals_exit_code(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stopped(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(20)
+
+    monkeypatch.setattr(extraction, "extract_started", stopped)
+    result = run(text)
+    assert isinstance(result.exception, InterruptedLoadError)
+    assert result.exception.exit_code == 130
+    assert "--resume" in result.exception.remedy
