@@ -7,7 +7,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from eagle3_serve.drafting.stacks import ConfigSource
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+# Of transformers' apply_chat_template; anything else goes to the template.
+# fmt: off
+_SET_BY_EXTRACT = frozenset((
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+))
+# fmt: on
 _RATES = (1_000, 10_000, 50_000)
 
 
@@ -84,6 +92,15 @@ def extract(
             help="With --regenerate and a temperature; heeded by an engine with enable-deterministic-inference.",
         ),
     ] = 0,
+    template_args: Annotated[
+        str | None,
+        typer.Option(
+            "--template-args",
+            metavar="JSON",
+            show_default=False,
+            help="What the chat template is told besides, as SGLang's chat_template_kwargs: '{\"thinking\": false}'.",
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="How states are stored: bfloat16, float16 or float32.")
     ] = "bfloat16",
@@ -118,6 +135,7 @@ def extract(
         limit=limit,
         max_bytes=None if max_bytes is None else _size(max_bytes),
         sampling=_sampling(Sampling(max_tokens, temperature, top_p, seed), regenerate=regenerate),
+        template_args=_template_args(template_args),
         dtype=_known_dtype(dtype),
         resume=resume,
     )
@@ -225,6 +243,22 @@ def _sampling(wanted: Sampling, *, regenerate: bool) -> Sampling | None:
             remedy="a temperature from 0 on, and a top-p above 0, 1 at most",
         )
     return wanted if regenerate else None
+
+
+def _template_args(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--template-args is not valid JSON: {error}", remedy="such as '{\"thinking\": false}'"
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError("--template-args is no JSON object", remedy="such as '{\"thinking\": false}'")
+    if taken := sorted(_SET_BY_EXTRACT & set(value)):
+        raise ConfigError(f"--template-args has {taken[0]}, which extraction sets itself", remedy="leave it out")
+    return value
 
 
 def _known_dtype(name: str) -> str:

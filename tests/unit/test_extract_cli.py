@@ -116,3 +116,14 @@ def test_who_stops_a_run_is_told_how_to_go_on_and_gets_the_signals_exit_code(
     assert isinstance(result.exception, InterruptedLoadError)
     assert result.exception.exit_code == 130
     assert "--resume" in result.exception.remedy
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("{", "not valid JSON"), ("[1]", "no JSON object"), ('{"tools": []}', "has tools"), ('"x"', "no JSON object")],
+)
+def test_what_a_chat_template_cannot_be_told_is_refused(text: Path, value: str, said: str) -> None:
+    result = run(text, "--template-args", value)
+    assert isinstance(result.exception, ConfigError)
+    assert said in result.exception.message
+    assert result.exception.remedy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,8 @@ _SAMPLE_BYTES = 580
 @dataclass(frozen=True)
 class Options:
     """What the operator asked for. `layers`: by contract; None: those of the drafter in the configuration. `sampling`:
-    how the target answers anew; None: the file's own answers. `max_length`: None: 2048, or what the engine takes."""
+    how the target answers anew; None: the file's own answers. `max_length`: None: 2048, or what the engine takes.
+    `template_args`: what the chat template is told besides, as SGLang's `chat_template_kwargs`."""
 
     inputs: tuple[Path, ...]
     out: Path
@@ -53,6 +54,7 @@ class Options:
     limit: int | None = None
     max_bytes: int | None = None
     sampling: Sampling | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     resume: bool = False
 
@@ -102,7 +104,11 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What a sample's content depends on, beside its id and the target."""
         sampling = self.options.sampling
-        return {"max_length": self.max_length, "regenerate": None if sampling is None else asdict(sampling)}
+        return {
+            "max_length": self.max_length,
+            "template_args": dict(self.options.template_args),
+            "regenerate": None if sampling is None else asdict(sampling),
+        }
 
     def identity(self, template: ChatTemplate, *, sglang: str, overlay: str) -> Identity:
         """What the store belongs to. Raises CheckpointError."""

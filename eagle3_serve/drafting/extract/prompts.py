@@ -60,15 +60,27 @@ class ChatTemplate:
     Neither transformers' tokenizers nor its tracker of generation marks can be used by two at once.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Iterable[int] = ()) -> None:
-        """`tokenizer`: transformers'. `vocab_size`: ids of the target, 0 to this less one. `end_ids`: end a turn."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        end_ids: Iterable[int] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`tokenizer`: transformers'. `vocab_size`: ids of the target, 0 to this less one. `end_ids`: end a turn.
+
+        `arguments`: the template's own, such as Kimi's `thinking` (`chat_template_kwargs` of a request in SGLang).
+        """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._known_end_ids = frozenset(end_ids)
+        self._arguments = dict(arguments or {})
         self._lock = threading.RLock()
 
     @classmethod
-    def load(cls, target_dir: Path, trust_remote_code: bool) -> ChatTemplate:
+    def load(
+        cls, target_dir: Path, trust_remote_code: bool, arguments: Mapping[str, Any] | None = None
+    ) -> ChatTemplate:
         """Raises CheckpointError: no tokenizer, or one that gives special tokens other ids than its files."""
         from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, and only extraction needs it
 
@@ -91,7 +103,7 @@ class ChatTemplate:
         tokenizer.model_max_length = sys.maxsize
         # Some would remove the space before a full stop as they decode.
         tokenizer.clean_up_tokenization_spaces = False
-        return cls(tokenizer, vocab_size, end_ids(target_dir))
+        return cls(tokenizer, vocab_size, end_ids(target_dir), arguments)
 
     @cached_property
     def source(self) -> str | None:
@@ -277,7 +289,11 @@ class ChatTemplate:
         prepared = [_as_served(message, self._takes_parts) for message in messages]
         try:
             return self._tokenizer.apply_chat_template(
-                prepared, tools=list(tools) if tools else None, add_generation_prompt=to_answer, **how
+                prepared,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=to_answer,
+                **self._arguments,
+                **how,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TemplateRefusedError(f"the chat template refuses it: {error or type(error).__name__}") from error

@@ -110,7 +110,8 @@ async def extract_attached(url: str, source: ConfigSource, options: Options, rep
 
 def load_template(job: Job) -> ChatTemplate:
     """Raises CheckpointError."""
-    return ChatTemplate.load(job.config.target.path, trust_remote_code=job.config.target.trust_remote_code)
+    target = job.config.target
+    return ChatTemplate.load(target.path, target.trust_remote_code, job.options.template_args)
 
 
 def open_store(job: Job, identity: Identity) -> StoreWriter:

@@ -397,3 +397,12 @@ def test_exactly_one_shift_by_one_stands_between_a_sample_and_training() -> None
     assert shifted["verifier_last_hidden_states"].flatten().tolist() == list(range(101, 110))
     trained = shifted["input_ids"][shifted["loss_mask"].bool()]
     assert trained.tolist() == [105, 106, 107, 108, 109]
+
+
+def test_what_the_template_is_told_besides_reaches_every_rendering() -> None:
+    source = PLAIN.replace("{{ m.content }}", "{{ '<think></think>' if thinking is false else '' }}{{ m.content }}")
+    plain = fast(source)
+    told = ChatTemplate(plain._tokenizer, 2048, arguments={"thinking": False})
+    (without,), (with_it,) = plain.prompts(TWO_TURNS, 1000), told.prompts(TWO_TURNS, 1000)
+    assert "<think></think>So." in shown(told, with_it)
+    assert "<think>" not in shown(plain, without)
