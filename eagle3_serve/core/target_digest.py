@@ -1,7 +1,7 @@
 """Which target a checkpoint is: a digest that is cheap even for hundreds of gigabytes.
 
-The weights count by every file's name, size, header and evenly spread blocks of its data, which any other training run
-changes.
+The weights count by every file's name, size and header, and by its data: all of a small file, evenly spread blocks of a
+large one. Another training run changes any of them; an edit of a few rows of a large file can go unseen.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 from eagle3_serve.core.checkpoint_files import read_config, read_tensors
 from eagle3_serve.core.errors import CheckpointError
 
+_WHOLE_BYTES = 64 << 20
 _BLOCK_BYTES = 4096
-_BLOCKS = 64
+_BLOCKS = 256
 # Keys of config.json that tools rewrite and that change no number.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "auto_map"})
 
@@ -40,7 +41,7 @@ def _add_file(digest: Any, file: Path) -> None:
         header = 8 + int.from_bytes(data.read(8), "little")  # safetensors: its length, then the header
         data.seek(0)
         digest.update(data.read(header))
-        if size - header <= _BLOCKS * _BLOCK_BYTES:
+        if size <= _WHOLE_BYTES:
             digest.update(data.read())
             return
         for block in range(_BLOCKS + 1):

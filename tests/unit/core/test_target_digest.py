@@ -29,7 +29,7 @@ def test_a_copy_and_keys_that_tools_rewrite_do_not_change_it(copy: Path) -> None
     assert target_digest(copy) == target_digest(TARGET)
 
 
-@pytest.mark.parametrize("what", ["config", "header", "last byte", "length"])
+@pytest.mark.parametrize("what", ["config", "header", "one byte in the middle", "last byte", "length"])
 def test_whatever_changes_a_number_changes_it(copy: Path, what: str) -> None:
     weights = copy / "model.safetensors"
     content = weights.read_bytes()
@@ -38,6 +38,8 @@ def test_whatever_changes_a_number_changes_it(copy: Path, what: str) -> None:
         (copy / "config.json").write_text(json.dumps(config))
     elif what == "header":
         weights.write_bytes(content.replace(b'"format":"pt"', b'"format":"xx"', 1))
+    elif what == "one byte in the middle":
+        weights.write_bytes(content[:7_000_000] + bytes([content[7_000_000] ^ 1]) + content[7_000_001:])
     elif what == "last byte":
         weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     else:
@@ -46,3 +48,19 @@ def test_whatever_changes_a_number_changes_it(copy: Path, what: str) -> None:
         assert target_digest(copy) != target_digest(TARGET)
     except CheckpointError:
         assert what == "length", "a file cut short is no checkpoint"
+
+
+def test_of_a_large_file_the_blocks_count_that_lie_evenly_from_its_first_byte_to_its_last(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3_serve.core.target_digest._WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr("eagle3_serve.core.target_digest._BLOCKS", 16)
+    weights, before = copy / "model.safetensors", target_digest(copy)
+    content = weights.read_bytes()
+    size = len(content)
+    header = 8 + int.from_bytes(content[:8], "little")
+    for place in (header, header + (size - header) // 2, size - 1):
+        weights.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert target_digest(copy) != before
+    weights.write_bytes(content)
+    assert target_digest(copy) == before
