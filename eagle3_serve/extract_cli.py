@@ -14,6 +14,7 @@ import typer
 from eagle3_serve.cli_layers import parse_layers
 from eagle3_serve.core.errors import ConfigError, InterruptedLoadError, PartialResultError, TerminatedLoadError
 from eagle3_serve.core.reporter import Reporter, make_reporter
+from eagle3_serve.core.units import bytes_text
 from eagle3_serve.verify_cli import ConfigOption, SetOption
 
 if TYPE_CHECKING:
@@ -188,9 +189,9 @@ def _estimate_in_words(found: Estimate, states: int, hidden: int, dtype: str) ->
     lines = [
         f"samples     {found.samples:,}",
         f"tokens      {found.tokens:,}, of which {found.trained_tokens:,} are trained on",
-        f"bytes       {found.bytes:,} ({_human(found.bytes)}): {states} states of {hidden} in {dtype} a token",
+        f"bytes       {found.bytes:,} ({bytes_text(found.bytes)}): {states} states of {hidden} in {dtype} a token",
         f"files       {found.files:,}",
-        f"free there  {_human(found.free_bytes)}" + ("" if found.fits else ": IT DOES NOT FIT (see --max-bytes)"),
+        f"free there  {bytes_text(found.free_bytes)}" + ("" if found.fits else ": IT DOES NOT FIT (see --max-bytes)"),
     ]
     if found.most_tokens is not None:
         lines.insert(2, f"            up to {found.most_tokens:,} tokens, if every answer takes all of --max-tokens")
@@ -207,7 +208,7 @@ def _in_words(summary: Summary, options: Options) -> str:
     before = f" ({summary.already_there:,} were there already)" if summary.already_there else ""
     return (
         f"{options.out}: {summary.samples:,} samples{before}, {summary.tokens:,} tokens, {summary.trained_tokens:,} of "
-        f"them trained on, {_human(summary.bytes)}; {summary.seconds:.1f} s, {summary.tokens_per_s:,.0f} tokens/s"
+        f"them trained on, {bytes_text(summary.bytes)}; {summary.seconds:.1f} s, {summary.tokens_per_s:,.0f} tokens/s"
     )
 
 
@@ -274,11 +275,3 @@ def _size(text: str) -> int:
     if not size:
         raise ConfigError(f"--max-bytes {text} is no size", remedy="such as 500G, 1.5T or 200Mi")
     return size
-
-
-def _human(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.2f} TB"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from eagle3_serve.core.reporter import make_reporter
+
 if TYPE_CHECKING:
     from eagle3_serve.drafting.train.plan import Plan
 
@@ -44,7 +46,6 @@ def train(
     """
     from eagle3_serve.drafting.train.options_file import load_options  # noqa: PLC0415
     from eagle3_serve.drafting.train.plan import make_plan  # noqa: PLC0415
-    from eagle3_serve.drafting.train.progress import make_display  # noqa: PLC0415
     from eagle3_serve.drafting.train.run import train as run_training  # noqa: PLC0415
 
     options = load_options(config, sets or ())
@@ -52,12 +53,12 @@ def train(
     if dry_run:
         typer.echo(json.dumps(_plan_facts(plan), indent=2) if as_json else _render(plan))
         return
-    with make_display(as_json=as_json) as display:
-        done = run_training(plan, display, resume=resume)
+    with make_reporter(as_json=as_json) as reporter:
+        done = run_training(plan, reporter, resume=resume)
         found = done.facts["validation"]
         figures = f"; validation accuracy {found['accuracy']}, before {_accuracy(done.facts)}" if found else ""
         text = f"{done.drafter}: {'was finished already' if done.already else 'done'}{figures}"
-        display.event("done", text, drafter=str(done.drafter), already=done.already, training=done.facts)
+        reporter.event("done", text, drafter=str(done.drafter), already=done.already, training=done.facts)
 
 
 def _accuracy(facts: dict[str, Any]) -> object:

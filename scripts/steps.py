@@ -82,10 +82,18 @@ class Steps:
 
 
 def run_to_end(command: list[str]) -> tuple[int, str]:
-    """Exit code and standard output. However this ends, even by SIGKILL, the child stops what it started."""
+    """Exit code and standard output. However this ends, even by SIGKILL, the child stops what it started.
+
+    It has a session of its own: Ctrl-C reaches this process alone, which then stops the child once and in order.
+    """
     watched, lifeline = os.pipe()
     child = subprocess.Popen(
-        command, env=os.environ | {LIFELINE: str(watched)}, stdout=subprocess.PIPE, text=True, pass_fds=(watched,)
+        command,
+        env=os.environ | {LIFELINE: str(watched)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        pass_fds=(watched,),
     )
     os.close(watched)
     try:

@@ -69,14 +69,54 @@ PARTS: Mapping[str, Callable[[Sizes, Path], Any]] = {
 }
 
 
+# Estimated, on one H200 with the sizes that are the default.
+MINUTES: Mapping[str, float] = {
+    "target": 5,
+    "extract": 4,
+    "store": 3.5,
+    "train": 3,
+    "wiring": 2.5,
+    "serve": 5,
+    "report": 0,
+}
+# Whose results are of files that a part makes anew, its own included.
+STALE: Mapping[str, tuple[str, ...]] = {
+    "target": ("target", "extraction", "store", "training", "wiring", "serving"),
+    "extract": ("extraction",),
+    "store": ("store", "training", "wiring", "serving"),
+    "train": ("training", "wiring", "serving"),
+    "wiring": ("wiring",),
+    "serve": ("serving",),
+    "report": (),
+}
+
+
 def changed(sizes: Sizes, sets: list[str]) -> Sizes:
     """With other whole numbers, as `train_seconds=150`."""
-    values = dict(each.split("=", 1) for each in sets)
     known = {each.name for each in dataclasses.fields(sizes) if isinstance(getattr(sizes, each.name), int | float)}
-    if unknown := values.keys() - known:
-        raise SystemExit(f"--set {', '.join(unknown)}: one of {', '.join(sorted(known))}")
-    numbers: dict[str, Any] = {name: int(value) for name, value in values.items()}
+    numbers: dict[str, Any] = {}
+    for each in sets:
+        name, _, value = each.partition("=")
+        if name not in known or not value.isdigit():
+            raise SystemExit(f"--set {each}: NAME=WHOLE NUMBER, NAME one of {', '.join(sorted(known))}")
+        numbers[name] = int(value)
     return dataclasses.replace(sizes, **numbers)
+
+
+def run(names: list[str], sizes: Sizes, out: Path) -> None:
+    """The parts in the order given. A part's results, and those made from them, are removed before it begins, so that
+    a report never joins two runs."""
+    if not sizes.is_toy:
+        estimates = ", ".join(f"{name} {MINUTES[name]:g}" for name in names)
+        print(
+            f"minutes, estimated for an H200: {estimates}; in all {sum(map(MINUTES.__getitem__, names)):g}", flush=True
+        )
+    for name in names:
+        begin = time.monotonic()
+        for stale in STALE[name]:
+            (out / "results" / f"{stale}.json").unlink(missing_ok=True)
+        print(json.dumps(PARTS[name](sizes, out), indent=1), flush=True)
+        print(f"== {name}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def main() -> int:
@@ -92,13 +132,13 @@ def main() -> int:
     for directory in (out, out / "results", out / "target"):
         directory.mkdir(parents=True, exist_ok=True)
     try:
-        for name in PARTS if "all" in given.parts else given.parts:
-            begin = time.monotonic()
-            print(json.dumps(PARTS[name](sizes, out), indent=1), flush=True)
-            print(f"== {name}: {time.monotonic() - begin:.0f} s", flush=True)
+        run(list(PARTS) if "all" in given.parts else given.parts, sizes, out)
     except (EagleServeError, StepError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("error: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ratios import shown
-from serving import ALONE, DRAFTED
-from sizes import Sizes, write_json
+from sizes import ALONE, DRAFTED, Sizes, write_json
+
+from eagle3_serve.core.errors import ConfigError
+from eagle3_serve.core.files import write_atomic
 
 Json = dict[str, Any]
 PARTS = ("target", "extraction", "store", "training", "wiring", "serving")
@@ -24,16 +27,28 @@ def write_report(sizes: Sizes, out: Path) -> Json:
         if file.exists():
             found[part] = json.loads(file.read_text())
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    machine = "cpu-toy" if sizes.is_toy else "h200"
-    name = f"{day}-{machine}-{sizes.shape.layers}-layers"
+    machine = machine_of(found)
+    short = re.sub(r"[^a-z0-9]+", "-", machine.split(",")[0].lower().removeprefix("nvidia")).strip("-")
+    name = f"{day}-{'cpu-toy' if sizes.is_toy else short}-{sizes.shape.layers}-layers"
     write_json(out / "results" / f"{name}.json", {"date": day, "toy": sizes.is_toy, **found})
-    (out / "results" / f"{name}.md").write_text(render(found, sizes, day))
+    write_atomic(out / "results" / f"{name}.md", render(found, sizes, day))
     return {"written": [f"{out / 'results' / name}.{suffix}" for suffix in ("json", "md")]}
+
+
+def machine_of(found: Mapping[str, Json]) -> str:
+    """What the parts were measured on: the GPU's name and its driver. Raises ConfigError for several machines."""
+    seen = {part["versions"]["machine"] for part in found.values() if "versions" in part}
+    if len(seen) > 1:
+        raise ConfigError(
+            f"the results are of several machines: {'; '.join(sorted(seen))}", remedy="measure all parts on one"
+        )
+    return str(next(iter(seen), "unknown"))
 
 
 def render(found: Mapping[str, Json], sizes: Sizes, day: str) -> str:
     """Markdown."""
-    lines = [f"# {sizes.shape.layers} layers on {'a CPU, a toy' if sizes.is_toy else 'one H200'}, {day}", ""]
+    where = "a CPU, a toy" if sizes.is_toy else machine_of(found)
+    lines = [f"# {sizes.shape.layers} layers on {where}, {day}", ""]
     if sizes.is_toy:
         lines += ["A trial of the scripts. These figures say nothing about any machine.", ""]
     lines += [
@@ -92,7 +107,9 @@ def _extraction(facts: Json) -> list[str]:
         *_table(("arm", "tokens/s", "host, GiB", "GPU, GiB"), rows),
         "",
         f"Extraction against the same engine's prefill without a tap: **{shown(ratios['to_prefill'], 2)}** (wanted: at "
-        f"least 0.8). Against transformers: **{shown(ratios['to_transformers'], 2)}** times.",
+        f"least 0.8). Against transformers, batches of {facts['transformers_batch']}: "
+        f"**{shown(ratios['to_transformers'], 2)}** times. Not counted: completing the store of a round, once at its "
+        f"end, {shown(facts['completing_a_store_s'], 2)} s.",
         "",
         facts["memory_note"],
     ]

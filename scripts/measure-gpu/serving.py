@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from machine import versions
 from ratios import median, ratio
-from sizes import SEED, Sizes, write_json
+from sizes import ALONE, DRAFTED, SEED, Sizes, write_json
 from stack import Served, side_by_side
 from steps import Steps
 from streams import Round, Stream
@@ -28,7 +28,6 @@ from eagle3_serve.drafting.verify.acceptance import counts_of, figures
 from eagle3_serve.drafting.verify.bootstrap import bootstrap
 
 STEPS = 3
-ALONE, DRAFTED = "without drafter", "with drafter"
 ARMS = {ALONE: ["drafter.enabled=false"], DRAFTED: ["drafter.enabled=true"]}
 REQUEST_TIMEOUT_S = 300
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "make-tiny-kimi"))
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 PAD, BOS, EOS = range(3)
 SEED = 61
+ALONE, DRAFTED = "without drafter", "with drafter"  # the arms of serving
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Sizes:
 H200 = Sizes(
     shape=Shape(61, 1024, 2560, 8, 512, 512, 128, 64, 128, 16, 8192),
     device="cuda",
-    train_seconds=270,
+    train_seconds=180,
     train_batch=32,
     train_length=512,
     muon_rate=0.01,
@@ -143,7 +144,7 @@ H200 = Sizes(
     extract_length=1024,
     extract_rounds=5,
     transformers_batch=16,
-    conversations=2000,
+    conversations=1200,
     prompt_length=128,
     answer_length=384,
     train_epochs=3,
@@ -151,7 +152,7 @@ H200 = Sizes(
     train_tokens_per_step=2048,
     most_requests=64,
     streams=(1, 8, 32),
-    serve_rounds=6,
+    serve_rounds=5,
     serve_tokens=512,
     lossless_prompts=32,
     lossless_tokens=128,

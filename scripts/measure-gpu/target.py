@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import versions
 from safetensors.torch import load_file, save_file
 from sizes import SEED, Sizes, write_json, write_served_config
 from text import make_corpus, write_texts
@@ -37,6 +38,7 @@ def make_target(sizes: Sizes, out: Path) -> dict[str, Any]:
     with torch.compiler.set_stance("force_eager"):
         heldout = evaluate(model, corpus.heldout.to(sizes.device), sizes.train_length, rows=sizes.train_batch)
     facts = {
+        "versions": versions(),
         "parameters": sum(each.numel() for each in model.parameters()),
         "layers": sizes.shape.layers,
         "hidden": sizes.shape.hidden,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,13 @@ import psutil
 import pytest
 import torch
 
+from eagle3_serve.core.errors import TrainingError
+from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.draft.check import check_draft
 from eagle3_serve.drafting.draft.checkpoint import load_tensors
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.options import TrainOptions
 from eagle3_serve.drafting.train.plan import make_plan
-from eagle3_serve.drafting.train.progress import make_display
 from eagle3_serve.drafting.train.records import BEFORE, History
 from eagle3_serve.drafting.train.run import Trained, train
 from tests.support.synthetic_store import TARGET, write_store
@@ -35,14 +39,21 @@ OPTIONS = TrainOptions(
 PROGRAM = """
 import sys
 from pathlib import Path
-from tests.engine.test_train import OPTIONS, run
-run(Path(sys.argv[1]), Path(sys.argv[2]), resume=True)
+from tests.engine.test_train import OPTIONS, TrainOptions, run
+options = TrainOptions.model_validate_json(sys.argv[3]) if sys.argv[3:] else OPTIONS
+run(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, options=options)
 """
 
 
 def run(store: Path, out: Path, *, resume: bool = False, options: TrainOptions = OPTIONS) -> Trained:
-    with make_display(as_json=True) as display:
-        return train(make_plan(store, TARGET, out, options, "cpu"), display, resume=resume)
+    with make_reporter(as_json=True) as reporter:
+        return train(make_plan(store, TARGET, out, options, "cpu"), reporter, resume=resume)
+
+
+def spawned(store: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
+    """The run in a process of its own. `options`: TrainOptions as JSON, if they are not OPTIONS."""
+    command = [sys.executable, "-c", PROGRAM, str(store), str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
 
 
 def assert_same_measure(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -58,112 +69,178 @@ def listing(directory: Path) -> dict[str, tuple[int, int]]:
     }
 
 
+@dataclass(frozen=True)
+class Run:
+    """One that nothing interrupts, beside the others: most of a run's time is one thread's importing of the library."""
+
+    out: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def drafter(self) -> Path:
+        return self.out / "drafter"
+
+    def facts(self) -> dict[str, Any]:
+        """Its training.json, once it is done."""
+        _, errors = self.process.communicate(timeout=300)
+        assert self.process.returncode == 0, errors.decode()
+        found: dict[str, Any] = json.loads((self.drafter / "training.json").read_text())
+        return found
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_each() -> Iterator[None]:
+    """Two runs stand side by side, and the model is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_store(tmp_path_factory.mktemp("store") / "store")
 
 
 @pytest.fixture(scope="module")
-def whole(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained, dict[str, Any]]:
-    """A run that nothing interrupted, and what was in the store before it."""
-    out, before = tmp_path_factory.mktemp("whole") / "out", listing(store)
-    return out, run(store, out), before
+def store_before(store: Path) -> dict[str, tuple[int, int]]:
+    return listing(store)
 
 
-def test_a_drafter_is_trained_checked_and_says_where_it_comes_from(
-    store: Path, whole: tuple[Path, Trained, dict[str, Any]]
-) -> None:
-    out, trained, before = whole
-    history = History.read(out / "metrics.jsonl")
-    first, last = history.validation[BEFORE], history.validation[2]
-    assert last["loss"] < first["loss"] / 2
-    assert first["accuracy"][0] < 0.1
-    assert last["accuracy"][0] > 0.5
-    assert not [each for each in check_draft(trained.drafter, TARGET, "0.5.23") if each.is_error]
-    facts = json.loads((trained.drafter / "training.json").read_text())
-    assert facts["options"]["lr"] == 1e-2
-    assert facts["store"]["digest"].startswith("sha256:")
-    assert facts["before"]["accuracy"] == pytest.approx(first["accuracy"], abs=1e-6)
-    assert facts["validation"]["expected_accept_length"] > 1.5
-    assert json.loads((trained.drafter / "provenance.json").read_text())["earlier"]["options"] == facts["options"]
-    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert listing(store) == before
-    # One checkpoint is the newest, one may be better; none carries the target's embedding.
-    kept = library.checkpoints(out / "checkpoints")
-    assert kept[-1] == 2
-    assert len(kept) <= 2
-    assert "embed_tokens.weight" not in load_tensors(out / "checkpoints" / "2")
+@pytest.fixture(scope="module")
+def whole(store: Path, store_before: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run = Run(out, spawned(store, out))
+    yield run
+    run.end()
 
 
-def spawned(store: Path, out: Path) -> subprocess.Popen[bytes]:
-    """The run in a process of its own, which a test ends."""
-    command = [sys.executable, "-c", PROGRAM, str(store), str(out)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
+@pytest.fixture(scope="module")
+def further(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Run]]:
+    """Begins, or gives, a run of no epoch from a drafter."""
+    out = tmp_path_factory.mktemp("further") / "out"
+    runs: list[Run] = []
+
+    def begin(drafter: Path) -> Run:
+        if not runs:
+            shape = {"heads", "kv_heads", "draft_vocab_size"}
+            given = OPTIONS.model_dump(exclude=shape, exclude_unset=True) | {"initial": drafter, "epochs": 0}
+            text = TrainOptions(**given).model_dump_json(exclude_unset=True, by_alias=True)
+            runs.append(Run(out, spawned(store, out, text)))
+        return runs[0]
+
+    yield begin
+    for run in runs:
+        run.end()
 
 
-def wait_until(process: subprocess.Popen[bytes], reached: Callable[[], bool]) -> None:
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
     deadline = time.monotonic() + 120
     while not reached():
-        assert process.poll() is None, process.communicate()[1].decode()
+        assert process is None or process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_a_run_stopped_within_an_epoch_then_killed_and_resumed_is_the_run_that_was_not(
-    store: Path, whole: tuple[Path, Trained, dict[str, Any]], tmp_path: Path
+def begun_within_an_epoch(metrics: Path) -> bool:
+    """Whether the newest process has trained a step, and not yet finished an epoch."""
+    return [kind for kind in kinds(metrics) if kind in ("begin", "train", "checkpoint")][-2:] == ["begin", "train"]
+
+
+def kinds(metrics: Path) -> list[str]:
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line)["kind"] for line in lines if line.endswith(b"\n")]
+
+
+def stop_everything_once(out: Path) -> None:
+    """SIGTERM to every process of the run, as a cluster does, the trainer first: it has only a second of this epoch."""
+    wait_until(lambda: begun_within_an_epoch(out / "metrics.jsonl"))
+    for each in reversed(psutil.Process().children(recursive=True)):
+        if each.cwd() == str(out / "work"):
+            each.send_signal(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_killed_then_stopped_within_an_epoch_and_resumed_is_the_run_that_was_not(
+    store: Path, whole: Run, further: Callable[[Path], Run], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     metrics, checkpoints = out / "metrics.jsonl", out / "checkpoints"
 
-    stopped = spawned(store, out)
-    wait_until(stopped, lambda: metrics.exists() and '"train"' in metrics.read_text())
-    # To every process of the run, as a cluster does; the trainer first, which has only a second left of this epoch.
-    for each in reversed(psutil.Process(stopped.pid).children(recursive=True)):
-        each.send_signal(signal.SIGTERM)
-    stopped.send_signal(signal.SIGTERM)
-    errors = stopped.communicate(timeout=60)[1].decode()
-    assert "TrainingError: the training was stopped by a signal; a checkpoint was written" in errors
-    within, steps = library.progress_of(checkpoints / "0")
-    assert within == steps
-    assert 0 < steps < 11
-
     killed = spawned(store, out)
-    wait_until(killed, lambda: library.checkpoints(checkpoints)[-1:] == [1])
+    wait_until(lambda: library.checkpoints(checkpoints) == [0], killed)
     family = psutil.Process(killed.pid).children(recursive=True)
     killed.kill()
     killed.communicate()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     # What is left where the power went while a checkpoint was written.
-    torn = checkpoints / "2"
+    torn = checkpoints / "1"
     if not torn.exists():
-        shutil.copytree(checkpoints / "1", torn)
+        shutil.copytree(checkpoints / "0", torn)
     weights = torn / library.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1000])
+
+    uninterrupted = whole.facts()
+    further(whole.drafter)  # for the last test
+    threading.Thread(target=stop_everything_once, args=[out], daemon=True).start()
+    with pytest.raises(TrainingError, match="the training was stopped by a signal; a checkpoint was written"):
+        run(store, out, resume=True)
+    within, steps = library.progress_of(checkpoints / "1")
+    assert (within, steps) == (steps - 11, steps)
+    assert 11 < steps < 22
 
     resumed = run(store, out, resume=True)
 
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [line["from_step"] for line in lines if line["kind"] == "begin"] == [0, steps, 22]
+    assert [line["from_step"] for line in lines if line["kind"] == "begin"] == [0, 11, steps]
     assert sorted(History.read(metrics).train) == list(range(33))
     assert sorted(History.read(metrics).validation) == [BEFORE, 0, 1, 2]
-    expected, got = (load_tensors(each / "checkpoints" / "2") for each in (whole[0], out))
+    expected, got = (load_tensors(each / "checkpoints" / "2") for each in (whole.out, out))
     # Weights that went through bfloat16, or another order of samples, would be hundreds of times further off.
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert_same_measure(resumed.facts["validation"], whole[1].facts["validation"])
+    assert_same_measure(resumed.facts["validation"], uninterrupted["validation"])
     assert run(store, out, resume=True).already
 
 
-def test_no_epochs_write_the_drafter_as_it_is_before_training_and_further_training_begins_there(
-    store: Path, whole: tuple[Path, Trained, dict[str, Any]], tmp_path: Path
+def test_a_drafter_is_trained_checked_and_says_where_it_comes_from(
+    store: Path, store_before: dict[str, tuple[int, int]], whole: Run
 ) -> None:
-    untrained = run(store, tmp_path / "untrained", options=OPTIONS.model_copy(update={"epochs": 0}))
-    assert untrained.facts["epoch"] == 0
-    assert_same_measure(untrained.facts["validation"], whole[1].facts["before"])
-    shape = {"heads", "kv_heads", "draft_vocab_size"}
-    given = OPTIONS.model_dump(exclude=shape, exclude_unset=True) | {"initial": whole[1].drafter, "epochs": 0}
-    further = run(store, tmp_path / "further", options=TrainOptions(**given))
-    assert_same_measure(further.facts["before"], whole[1].facts["validation"])
-    first, again = load_tensors(whole[1].drafter), load_tensors(further.drafter)
-    assert first.keys() == again.keys()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    facts = whole.facts()
+    history = History.read(whole.out / "metrics.jsonl")
+    first, last = history.validation[BEFORE], history.validation[2]
+    assert last["loss"] < first["loss"] / 2
+    assert first["accuracy"][0] < 0.1
+    assert last["accuracy"][0] > 0.5
+    assert not [each for each in check_draft(whole.drafter, TARGET, "0.5.23") if each.is_error]
+    assert facts["options"]["lr"] == 1e-2
+    assert facts["store"]["digest"].startswith("sha256:")
+    assert facts["before"]["accuracy"] == pytest.approx(first["accuracy"], abs=1e-6)
+    assert facts["validation"]["expected_accept_length"] > 1.5
+    assert json.loads((whole.drafter / "provenance.json").read_text())["earlier"]["options"] == facts["options"]
+    assert (whole.out / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert listing(store) == store_before
+    assert not (whole.out / "work").exists()
+    # One checkpoint is the newest, one may be better; none carries the target's embedding.
+    kept = library.checkpoints(whole.out / "checkpoints")
+    assert kept[-1] == 2
+    assert len(kept) <= 2
+    assert "embed_tokens.weight" not in load_tensors(whole.out / "checkpoints" / "2")
+
+
+def test_no_epochs_write_the_drafter_as_it_is_and_a_drafter_of_sglangs_layout_is_trained_further(
+    whole: Run, further: Callable[[Path], Run]
+) -> None:
+    """Both at once: a drafter that is trained further for no epoch comes out as it went in."""
+    trained = whole.facts()
+    again = further(whole.drafter)
+    facts = again.facts()
+    assert facts["epoch"] == 0
+    assert_same_measure(facts["before"], trained["validation"])
+    assert facts["validation"] == facts["before"]
+    first, second = load_tensors(whole.drafter), load_tensors(again.drafter)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from eagle3_serve.core.errors import CheckpointError, ConfigError, DiskFullError, StoreError, TrainingError
+from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.train import run
 from eagle3_serve.drafting.train.options_file import load_options
 from eagle3_serve.drafting.train.plan import make_plan
-from eagle3_serve.drafting.train.progress import make_display
 from eagle3_serve.train_cli import train
 from tests.support.synthetic_store import TARGET, write_store
 
@@ -104,14 +104,26 @@ def test_the_options_written_beside_a_run_begin_the_same_run(store: Path, tmp_pa
     assert run._begin(again, resume=True)
 
 
-def test_two_trainings_do_not_write_into_one_directory(store: Path, tmp_path: Path) -> None:
+def test_two_trainings_do_not_write_into_one_directory(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_ORPHAN_ENDS_S", 0.2)
     plan = _plan(store, tmp_path / "out")
     with (
         run._claimed(plan.out),
         pytest.raises(ConfigError, match="another training writes into"),
-        make_display(as_json=True) as display,
+        make_reporter(as_json=True) as reporter,
     ):
-        run.train(plan, display, resume=False)
+        run.train(plan, reporter, resume=False)
+
+
+def test_a_record_of_a_run_that_is_none_is_one_clear_error(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    begun(store, out)
+    (out / run.RUN_FILE).write_text("[]")
+    done = CliRunner().invoke(app, arguments(store, out, "--resume"))
+    assert isinstance(done.exception, ConfigError)
+    assert "run.json cannot be read" in done.exception.message
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,8 @@ def test_a_full_disk_is_told_from_other_refusals(tmp_path: Path, refusal: Except
         raise refusal
     with pytest.raises(TrainingError, match="Read-only file system"), run._disk(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system")
+    with pytest.raises(BrokenPipeError), run._disk(tmp_path):  # `| head` is no fault of the disk
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_the_help_has_an_example() -> None:

@@ -5,7 +5,7 @@ Linear heads behind an RMSNorm: Kimi, DeepSeek, Llama, Qwen and their like, also
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,16 +13,11 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from eagle3_serve.core.checkpoint_files import TensorInfo, read_config, read_tensors, text_config
+from eagle3_serve.core.checkpoint_files import TensorInfo
 from eagle3_serve.drafting.store.standardize.norm import FinalNorm
+from eagle3_serve.drafting.target_ends import FLOATS, TargetEnds
 
 _PIECE_BYTES = 64 * 2**20  # of the head, in float32
-_FLOATS = {"BF16", "F16", "F32"}
-_HEAD = ("lm_head.weight",)
-_EMBEDDING = ("model.embed_tokens.weight", "language_model.embed_tokens.weight")
-_NOT_OF_THE_LANGUAGE_MODEL = ("vision", "visual", "layers.", "mtp.")
-# Keys of config.json that scale the logits, which is not computed here.
-_OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class HeadUnavailableError(Exception):
@@ -58,24 +53,24 @@ class Head:
     def of(cls, target: Path) -> Head:
         """Raises CheckpointError for a damaged checkpoint and for one without an RMSNorm at its end,
         HeadUnavailableError for one whose head is quantized or whose logits are scaled."""
-        text, tensors = text_config(read_config(target)), read_tensors(target)
-        if scaled := [key for key in _OTHER_LOGITS if text.get(key) not in (None, 1, 1.0)]:
-            raise HeadUnavailableError(f"the target changes its logits ({scaled[0]}), which is not computed here")
-        embedding = _find(tensors, _EMBEDDING)
-        tied = bool(text.get("tie_word_embeddings"))
-        head = _need(embedding if tied else _find(tensors, _HEAD), tensors)
+        ends = TargetEnds.read(target)
+        if ends.scaled:
+            raise HeadUnavailableError(f"the target scales what it computes ({ends.scaled[0]}), which is not done here")
+        tensors = ends.tensors
+        embedding = min(ends.embedding, key=len, default=None)
+        head = _need(ends)
         norm = FinalNorm.read(target)
         if norm.weight.shape != tensors[head].shape[1:]:
             raise HeadUnavailableError(
                 f"{norm.name} is {list(norm.weight.shape)} and {head} is {list(tensors[head].shape)}: not of one model"
             )
-        readable = embedding is not None and tensors[embedding].dtype in _FLOATS
+        readable = embedding is not None and tensors[embedding].dtype in FLOATS
         return cls(
             norm=norm,
             head=_slice(tensors, head),
             embedding=_slice(tensors, embedding) if readable and embedding is not None else None,
             vocab_size=tensors[head].shape[0],
-            tied=tied or head == embedding,
+            tied=ends.tied,
         )
 
     def scores(self, values: torch.Tensor, tokens: torch.Tensor) -> Scores:
@@ -111,24 +106,14 @@ class Head:
             yield start, self.head[start : start + step].float()
 
 
-def _find(tensors: Mapping[str, TensorInfo], endings: Sequence[str]) -> str | None:
-    """The tensor with one of these names, a prefix of a wrapper allowed."""
-    found = [
-        name
-        for name in tensors
-        if any(name == ending or name.endswith(f".{ending}") for ending in endings)
-        and not any(part in name for part in _NOT_OF_THE_LANGUAGE_MODEL)
-    ]
-    return min(found, key=len, default=None)
-
-
-def _need(name: str | None, tensors: Mapping[str, TensorInfo]) -> str:
+def _need(ends: TargetEnds) -> str:
+    name = min(ends.head, key=len, default=None)
     if name is None:
-        packed = [each for each in tensors if "lm_head" in each]
+        packed = ends.quantized_head()
         found = f"it is quantized ({packed[0]})" if packed else "the checkpoint has none under a known name"
         raise HeadUnavailableError(f"the target's lm_head cannot be read: {found}")
-    if tensors[name].dtype not in _FLOATS:
-        raise HeadUnavailableError(f"the target's lm_head cannot be read: it is quantized ({tensors[name].dtype})")
+    if (dtype := ends.tensors[name].dtype) not in FLOATS:
+        raise HeadUnavailableError(f"the target's lm_head cannot be read: it is quantized ({dtype})")
     return name
 
 

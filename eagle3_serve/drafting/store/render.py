@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from eagle3_serve.core.units import bytes_text
 from eagle3_serve.drafting.store.alignment import SHIFTS, Alignment
 from eagle3_serve.drafting.store.inspect import Report, Shown
 from eagle3_serve.drafting.verify.table import table
@@ -53,7 +54,7 @@ def _head(report: Report) -> Iterator[str]:
         f"  samples     {len(store):,} ({len(store.skipped):,} skipped), {store.tokens:,} tokens, {report.trained:,} "
         f"trained ({report.trained / max(1, store.tokens):.0%})"
     )
-    yield f"  size        {_size(report.bytes)}, {report.bytes / max(1, store.tokens):,.0f} bytes a token"
+    yield f"  size        {bytes_text(report.bytes)}, {report.bytes / max(1, store.tokens):,.0f} bytes a token"
     yield (
         f"  states      outputs of layers {', '.join(map(str, identity.layers))} and the last ({identity.last_layer}), "
         f"before the final norm; {identity.hidden_size} x {identity.dtype}"
@@ -80,13 +81,6 @@ def _pairs(title: str, values: Mapping[str, Any]) -> Iterator[str]:
     for number, (key, value) in enumerate(values.items()):
         words = value if isinstance(value, str) else json.dumps(value)
         yield f"  {title if number == 0 else '':<10}  {key}: {words}"
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 2**10:,.1f} KiB"
 
 
 def _statistics(report: Report) -> str:

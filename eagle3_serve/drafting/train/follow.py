@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +14,13 @@ from types import FrameType
 from typing import Any
 
 from eagle3_serve.core.errors import DiskFullError, EagleServeError, TrainingError
+from eagle3_serve.core.process import LIFELINE
+from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.job import EXIT_STOPPED, Job, reason_of
 from eagle3_serve.drafting.train.plan import Plan
 from eagle3_serve.drafting.train.plot import write_plot
 from eagle3_serve.drafting.train.process import TrainingProcess
-from eagle3_serve.drafting.train.progress import Display, Status
 from eagle3_serve.drafting.train.records import BEFORE, History, Record, RecordReader, expected_accept_length
 
 METRICS_FILE, LOG_FILE = "metrics.jsonl", "train.log"
@@ -32,18 +35,17 @@ class Course:
     """Where a running training is."""
 
     history: History
-    first_step: int = 0
-    started: float = 0.0
     steps_per_epoch: int = 0
     failure: Record | None = None
     ended: bool = False
     signals: list[int] = field(default_factory=list)
 
 
-def follow(plan: Plan, display: Display, *, validate: int | None) -> History:
+def follow(plan: Plan, reporter: Reporter, *, lock: int, validate: int | None) -> History:
     """Train from the newest checkpoint, or from the beginning, to the end.
 
-    `validate`: an epoch that is measured first. Raises TrainingError and DiskFullError, which name the log.
+    `lock`: the file descriptor of OUT's lock, which the training holds to its very end; `validate`: an epoch that is
+    measured first. Raises TrainingError and DiskFullError, which name the log.
     """
     metrics, log = plan.out / METRICS_FILE, plan.out / LOG_FILE
     course = Course(History.read(metrics))
@@ -51,18 +53,23 @@ def follow(plan: Plan, display: Display, *, validate: int | None) -> History:
     Job(plan.arguments, str(metrics), cpu=not plan.cuda, validate=validate).write(plan.work / "job.json")
     log_start = log.stat().st_size if log.exists() else 0
     cache = {"HF_DATASETS_CACHE": str(plan.work / "cache")}
-    process = TrainingProcess.start(plan.command, log=log, directory=plan.work, environment=cache)
+    process = TrainingProcess.start(plan.command, log=log, directory=plan.work, environment=cache, held=[lock])
+    started = time.monotonic()
     try:
         with _signals(course):
             while (code := process.exit_code()) is None:
-                _take(reader, course, plan, display)
+                _take(reader, course, plan, reporter)
+                if not course.steps_per_epoch:
+                    reporter.stage("loading the training library", time.monotonic() - started)
+                if _abandoned():
+                    course.signals.append(signal.SIGTERM)
                 if course.signals:
-                    display.event("stopping", "stopping after this step; a second signal ends it at once")
+                    reporter.event("stopping", "stopping after this step; a second signal ends it at once")
                     process.stop(_GRACE_S, hurry=lambda: len(course.signals) > 1)
                     code = process.exit_code()
                     break
                 time.sleep(_POLL_S)
-            _take(reader, course, plan, display)
+            _take(reader, course, plan, reporter)
     finally:
         process.close()
     if course.ended and not course.signals:
@@ -98,22 +105,21 @@ def error_of(course: Course, code: int | None, log: Path, log_start: int = 0) ->
     )
 
 
-def _take(reader: RecordReader, course: Course, plan: Plan, display: Display) -> None:
+def _take(reader: RecordReader, course: Course, plan: Plan, reporter: Reporter) -> None:
     for record in reader.new():
         course.history.add(record)
         match record["kind"]:
             case "begin":
-                course.first_step, course.started = record["from_step"], time.monotonic()
                 course.steps_per_epoch = record["steps_per_epoch"]
-                display.event("begin", _begin_text(record), **_facts(record))
+                reporter.event("begin", _begin_text(record), **_facts(record))
             case "train":
-                display.step(_status(record, course, plan))
+                _show_step(record, course, plan, reporter)
             case "validation":
-                display.event("validation", _validation_text(record), **_facts(record))
+                reporter.event("validation", _validation_text(record), **_facts(record))
                 write_plot(plan.out / "training.png", course.history)
                 _prune(plan, course.history)
             case "checkpoint":
-                display.event("checkpoint", f"checkpoint at step {record['step']}", **_facts(record))
+                reporter.event("checkpoint", f"checkpoint at step {record['step']}", **_facts(record))
             case "failed":
                 course.failure = record
             case "end":
@@ -141,23 +147,16 @@ def _validation_text(record: Record) -> str:
     )
 
 
-def _status(record: Record, course: Course, plan: Plan) -> Status:
-    total = plan.options.epochs * course.steps_per_epoch
-    done = record["step"] + 1
-    fresh = done - course.first_step
-    # The first step carries the start-up; an estimate from it alone would be far off.
-    seconds = time.monotonic() - course.started
-    eta = seconds / fresh * (total - done) if fresh > 1 else None
-    return Status(
-        epoch=record["epoch"] + 1,
-        epochs=plan.options.epochs,
-        step=done,
-        steps=max(total, done),
+def _show_step(record: Record, course: Course, plan: Plan, reporter: Reporter) -> None:
+    total, done = plan.options.epochs * course.steps_per_epoch, record["step"] + 1
+    reporter.progress(
+        "training",
+        done,
+        max(total, done),
+        epoch=f"{record['epoch'] + 1}/{plan.options.epochs}",
         loss=record["loss"],
-        accuracy=tuple(record["accuracy"]),
+        right=record["accuracy"],
         tokens_per_s=record["tokens_per_s"] * plan.options.devices,
-        lr=record["lr"],
-        eta_s=eta,
     )
 
 
@@ -181,6 +180,12 @@ def _telling_lines(log: Path, start: int) -> str:
     lines = [line for line in lines if not line.startswith("[eagle3-serve] engine exited")]
     errors = [line for line in lines if line[:1].isalpha() and "Error" in line.split(":")[0]]
     return errors[-1][:1000] if errors else "\n".join(line[:300] for line in lines[-6:])
+
+
+def _abandoned() -> bool:
+    """Whether a program that started this one with a lifeline is gone."""
+    lifeline = os.environ.get(LIFELINE)
+    return lifeline is not None and bool(select.select([int(lifeline)], [], [], 0)[0])
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import time
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -51,6 +53,7 @@ class MetricsHandler(logging.Handler):
         super().__init__()
         self.before_training = False
         self._records = records
+        self._pace = Pace()
 
     def emit(self, record: logging.LogRecord) -> None:
         found = record.msg
@@ -63,24 +66,50 @@ class MetricsHandler(logging.Handler):
             epoch = BEFORE if self.before_training else found["epoch"]
             step = getattr(record, "step", 0)
             _require_finite(reading["loss"], "validation loss", step, epoch)
+            self._pace.forget()
             self._records.write("validation", epoch=epoch, step=step, **reading)
 
-    @staticmethod
-    def _train(found: dict[str, Any], records: RecordWriter) -> None:
+    def _train(self, found: dict[str, Any], records: RecordWriter) -> None:
         metrics, step = found["train"], found["global_step"]
         reading = library.reading(metrics)
         _require_finite(reading["loss"], "loss", step, found["epoch"])
-        if metrics.get("error_records", 0) > 0:
-            raise FailedError("samples", f"step {step}: a sample's states do not belong to its tokens")
         rates = found["lr"] if isinstance(found["lr"], dict) else {"": found["lr"]}
         records.write(
             "train",
             epoch=found["epoch"],
             step=step,
             **reading,
-            tokens_per_s=round(found["profile"]["tokens_per_s"], 1),
+            tokens_per_s=round(self._pace.tokens_per_s(step, found["profile"]), 1),
             lr=max(rates.values()),
         )
+
+
+class Pace:
+    """Tokens a second from one record to the next. The library's own figure is of the logged step alone, which on a GPU
+    waits for all steps before it that still run."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before: tuple[int, float] | None = None
+
+    def forget(self) -> None:
+        """What comes now is no training: its time does not count."""
+        self._before = None
+
+    def tokens_per_s(self, step: int, profile: Mapping[str, float]) -> float:
+        """At `step`, whose tokens stand for those of the steps since the record before."""
+        now, before = self._clock(), self._before
+        self._before = step, now
+        if before is None or now <= before[1]:
+            return profile["tokens_per_s"]
+        tokens = profile["tokens_per_s"] * profile["step_ms"] / 1000
+        return tokens * (step - before[0]) / (now - before[1])
+
+
+def require_whole(batch: Mapping[str, Any], phase: str) -> None:
+    """Raise FailedError for a batch that the library collated without one of its samples."""
+    if batch["error_records"]:
+        raise FailedError("samples", f"a sample's states do not belong to its tokens (in {phase})")
 
 
 def _require_finite(loss: float, what: str, step: int, epoch: int) -> None:

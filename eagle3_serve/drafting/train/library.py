@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 WORKER = "eagle3_serve.drafting.train.worker"
 VERSION = "0.9.0"
 _OPTIMIZER, _STATE = "optimizer_state_dict.pt", "training_state.json"
-_STAGING = ".saving"
+_STAGING, _REPLACED = ".saving", ".replaced-"
 _ATTENTION = {"flex": "simple_flex_attention", "sdpa": "sdpa", "eager": "eager"}
 _WIDE = 1024
 _VOCABULARY = 32000
@@ -190,8 +190,9 @@ def fault_in_checkpoint(directory: Path) -> str:
     """Why a run cannot go on from this checkpoint; an empty text where it can."""
     try:
         read_tensors(directory)
-        with zipfile.ZipFile(directory / _OPTIMIZER) as optimizer:  # its directory is at its end
-            optimizer.namelist()
+        for file in {directory / _OPTIMIZER, *directory.glob("*.pt")}:  # with the schedulers', where there are any
+            with zipfile.ZipFile(file) as saved:  # its directory is at its end
+                saved.namelist()
         state = json.loads((directory / _STATE).read_bytes())
         if not isinstance(state["global_step"], int):
             return f"{_STATE} names no step"
@@ -215,6 +216,9 @@ def recover(directory: Path) -> list[str]:
     """
     if not directory.is_dir():
         return []
+    for old in directory.glob(f"{_REPLACED}*"):  # killed between the two renames of `settle`
+        if not (place := directory / old.name.removeprefix(_REPLACED)).exists():
+            old.rename(place)
     for left in directory.glob(".*"):
         shutil.rmtree(left, ignore_errors=True)
     notes = []
@@ -249,7 +253,7 @@ def settle(directory: Path, epoch: int) -> None:
         with file.open("rb") as written:
             os.fsync(written.fileno())
     sync_directory(made)
-    place, old = directory / str(epoch), directory / f".replaced-{epoch}"
+    place, old = directory / str(epoch), directory / f"{_REPLACED}{epoch}"
     if place.exists():
         place.rename(old)
     made.rename(place)

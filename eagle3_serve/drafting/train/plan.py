@@ -155,6 +155,13 @@ def split(store: Store, options: TrainOptions) -> Split:
                 f"the {len(part)} samples of {store.directory} for {name} hold no token to train on",
                 remedy="change validation_share, or extract more conversations",
             )
+        if (
+            len(part) < options.devices
+        ):  # the library gives each device at least one sample of a step, or drops the step
+            raise StoreError(
+                f"{store.directory} has {len(part)} samples for {name}, fewer than the {options.devices} devices",
+                remedy="change validation_share, extract more conversations, or use fewer devices",
+            )
     over = [entry.tokens - options.tokens_per_step for entry in entries if entry.tokens > options.tokens_per_step]
     return Split(
         train=len(first),

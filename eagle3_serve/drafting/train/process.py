@@ -43,8 +43,11 @@ class TrainingProcess:
         self._lifeline = lifeline
 
     @classmethod
-    def start(cls, command: Sequence[str], *, log: Path, directory: Path, environment: Mapping[str, str]) -> Self:
-        """Spawn it; its output is appended to `log`. `directory`: where it runs. Raises OSError."""
+    def start(
+        cls, command: Sequence[str], *, log: Path, directory: Path, environment: Mapping[str, str], held: Sequence[int]
+    ) -> Self:
+        """Spawn it; its output is appended to `log`. `directory`: where it runs; `held`: file descriptors that stay
+        open until the last process of the group is gone. Raises OSError."""
         watched, lifeline = os.pipe()
         try:
             with log.open("ab") as output:
@@ -56,7 +59,7 @@ class TrainingProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    pass_fds=(watched,),
+                    pass_fds=(watched, *held),  # the guard's alone: what it starts inherits none of them
                 )
         except BaseException:
             os.close(lifeline)

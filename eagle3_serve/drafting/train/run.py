@@ -4,7 +4,7 @@
             -> the best checkpoint in SGLang's layout, checked
 
 OUT: run.json and train.yaml (what the run is), train.log, metrics.jsonl, training.png, checkpoints/, drafter/, and
-work/, which is made anew by every process.
+work/, which every process makes anew and a finished run has no longer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from eagle3_serve import __version__
 from eagle3_serve.config.artifacts import dump_yaml
 from eagle3_serve.core.errors import CheckpointError, ConfigError, DiskFullError, TrainingError
 from eagle3_serve.core.files import write_atomic, write_json_atomic
+from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.follow import LOG_FILE, METRICS_FILE, follow
 from eagle3_serve.drafting.train.job import reason_of
@@ -29,13 +32,13 @@ from eagle3_serve.drafting.train.options import SHAPE, TrainOptions
 from eagle3_serve.drafting.train.plan import Plan, same_run
 from eagle3_serve.drafting.train.plot import write_plot
 from eagle3_serve.drafting.train.prepare import prepare
-from eagle3_serve.drafting.train.progress import Display
 from eagle3_serve.drafting.train.publish import DRAFTER, RECORD_FILE, publish
 from eagle3_serve.drafting.train.records import BEFORE, History
 
 RUN_FILE, OPTIONS_FILE = "run.json", "train.yaml"
 # What may be there of a run that failed before the library's first record.
 _OWN = {RUN_FILE, OPTIONS_FILE, LOG_FILE, ".lock", "work", "checkpoints"}
+_ORPHAN_ENDS_S, _POLL_S = 5.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -47,27 +50,28 @@ class Trained:
     already: bool = False
 
 
-def train(plan: Plan, display: Display, *, resume: bool) -> Trained:
+def train(plan: Plan, reporter: Reporter, *, resume: bool) -> Trained:
     """Train and publish. Raises ConfigError for an OUT that holds another run, StoreError, CheckpointError,
     TrainingError, DiskFullError."""
-    with _claimed(plan.out), _disk(plan.out):
+    with _claimed(plan.out) as lock, _disk(plan.out):
         begun = _begin(plan, resume=resume)
         done = plan.out / DRAFTER / RECORD_FILE
         if begun and done.is_file():
             return Trained(done.parent, json.loads(done.read_bytes()), already=True)
         for note in library.recover(plan.checkpoints):
-            display.event("warning", note)
-        _warn(plan, display)
+            reporter.event("warning", note)
+        _warn(plan, reporter)
         prepared = prepare(plan)
-        display.event(
+        reporter.event(
             "prepared",
             f"draft vocabulary of {prepared.draft_vocab_size} tokens, {prepared.coverage:.2%} of those trained on",
             draft_vocab_size=prepared.draft_vocab_size,
             coverage=prepared.coverage,
         )
-        history = follow(plan, display, validate=_to_measure_first(plan))
+        history = follow(plan, reporter, lock=lock, validate=_to_measure_first(plan))
         write_plot(plan.out / "training.png", history)
         facts = publish(plan, prepared, history)
+        shutil.rmtree(plan.work, ignore_errors=True)  # of a large target gigabytes
         return Trained(plan.out / DRAFTER, facts)
 
 
@@ -89,10 +93,10 @@ def _begin(plan: Plan, *, resume: bool) -> bool:
             f"{plan.out} holds a training already", remedy="go on with it with --resume, or name another --out"
         )
     try:
-        before = json.loads(file.read_bytes())
-    except ValueError as error:
+        differing = same_run(json.loads(file.read_bytes()), plan)
+    except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", remedy="train again into another --out") from error
-    if differing := same_run(before, plan):
+    if differing:
         raise ConfigError(
             f"{plan.out} holds another training: {'; '.join(differing)}",
             remedy=f"resume with the options it was begun with (--config {plan.out / OPTIONS_FILE}), or name "
@@ -117,10 +121,10 @@ def _to_measure_first(plan: Plan) -> int | None:
     return there[-1] if within == 0 and there[-1] not in measured and plan.options.epochs else None
 
 
-def _warn(plan: Plan, display: Display) -> None:
+def _warn(plan: Plan, reporter: Reporter) -> None:
     split = plan.split
     if split.cut_samples:
-        display.event(
+        reporter.event(
             "warning",
             f"{split.cut_samples} samples are longer than tokens_per_step ({plan.options.tokens_per_step}): "
             f"{split.cut_tokens} tokens at their ends are not seen",
@@ -128,22 +132,35 @@ def _warn(plan: Plan, display: Display) -> None:
 
 
 @contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """OUT exists and is this process's alone."""
+def _claimed(out: Path) -> Iterator[int]:
+    """OUT exists and is this process's alone; gives the lock's file descriptor. The training's process holds it too, so
+    that no other one begins while an orphan ends, which takes it a moment."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = os.open(out / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}", remedy="name another --out") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        raise ConfigError(f"another training writes into {out}", remedy="wait for it, or name another --out") from error
-    try:
-        yield
+        deadline = time.monotonic() + _ORPHAN_ENDS_S
+        while not _locked(handle):
+            if time.monotonic() > deadline:
+                raise ConfigError(f"another training writes into {out}", remedy="wait for it, or name another --out")
+            time.sleep(_POLL_S)
+        yield handle
     finally:
         os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"the file system of --out has no locks ({error.strerror})", remedy="name an --out on a local disk"
+        ) from error
+    return True
 
 
 @contextmanager
@@ -153,6 +170,8 @@ def _disk(out: Path) -> Iterator[None]:
 
     try:
         yield
+    except BrokenPipeError:  # whoever read the output is gone
+        raise
     except (OSError, SafetensorError, CheckpointError) as error:
         if reason_of(str(error)) == "disk":
             raise DiskFullError(

@@ -8,14 +8,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from speculators.train.recovery import BatchRecoveryCoordinator
 from speculators.train.trainer import Trainer
 
 from eagle3_serve.drafting.train import library
-from eagle3_serve.drafting.train.hooks import MetricsHandler, StopRequestedError, StopSignal
+from eagle3_serve.drafting.train.hooks import MetricsHandler, StopRequestedError, StopSignal, require_whole
 from eagle3_serve.drafting.train.job import Job
 from eagle3_serve.drafting.train.records import BEFORE, RecordWriter
 
 _EMBEDDING = "embed_tokens.weight"
+
+
+class StrictRecovery(BatchRecoveryCoordinator):  # type: ignore[misc]
+    """Sees every batch of training and of validation. The library goes on without a sample whose tokens are not those
+    of the dataset, and says so in the metrics of the steps that it logs."""
+
+    def consume(self, batch: dict[str, Any], *, synchronize: bool = False) -> None:
+        """Raises FailedError for a batch without all of its samples."""
+        require_whole(batch, self.phase)
+        super().consume(batch, synchronize=synchronize)
 
 
 class AdaptedTrainer(Trainer):  # type: ignore[misc]

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3_serve.core.checkpoint_files import TensorInfo, read_config, read_tensors, text_config
+from eagle3_serve.core.checkpoint_files import TensorInfo, read_config
 from eagle3_serve.core.errors import CheckpointError
 from eagle3_serve.core.files import sync_directory, write_json_atomic
+from eagle3_serve.drafting.target_ends import FLOATS, TargetEnds
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-_PLAIN = ("BF16", "F16", "F32")
-# Targets whose logits are no plain norm and head of the last state: the library would compute others.
-_OTHER_NORM = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_text", "recurrent_gemma")
-_SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "scale_emb", "embedding_multiplier")
 
 
 @dataclass(frozen=True)
@@ -54,34 +51,36 @@ class Target:
 
 def read_target(directory: Path) -> Target:
     """Raises CheckpointError for a target whose logits cannot be computed from the three tensors."""
-    whole = read_config(directory)
-    config = text_config(whole)
+    ends = TargetEnds.read(directory)
+    config = ends.config
     for name in ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings"):
         if type(config.get(name)) is not int:
             raise CheckpointError(f"{directory}/config.json has no number for {name}", remedy="download it again")
-    odd = [name for name in _SCALED if config.get(name) not in (None, 1, 1.0)]
-    if config.get("model_type") in _OTHER_NORM or odd:
+    if ends.norm_adds_one or ends.scaled:
         raise CheckpointError(
             f"{directory} is a {config.get('model_type')}"
-            + (f" with {', '.join(odd)}" if odd else "")
+            + (f" with {', '.join(ends.scaled)}" if ends.scaled else "")
             + ": its logits are not head(norm(last state)), and the training library would compute others",
             remedy="train for a target with a plain final norm and head, such as DeepSeek-V3 or Kimi-K2.5",
         )
-    tensors = _find(directory, tied=bool(config.get("tie_word_embeddings")))
+    tensors = _the_three(directory, ends)
     wanted = {
         EMBEDDING: (config["vocab_size"], config["hidden_size"]),
         HEAD: (config["vocab_size"], config["hidden_size"]),
         NORM: (config["hidden_size"],),
     }
     for name, (found, info) in tensors.items():
-        if info.dtype not in _PLAIN:
+        if info.dtype not in FLOATS:
             raise CheckpointError(
                 f"{found} of {directory} is quantized ({info.dtype}), and training needs its values",
                 remedy="use a checkpoint whose embedding, head and norm are bfloat16 or float32",
             )
         if info.shape != wanted[name]:
-            raise CheckpointError(f"{found} of {directory} is {list(info.shape)}, not {list(wanted[name])}")
-    return Target(directory, tuple(whole.get("architectures") or ()), config, tensors)
+            raise CheckpointError(
+                f"{found} of {directory} is {list(info.shape)}, and its config.json says {list(wanted[name])}",
+                remedy="use a checkpoint whose vocab_size and hidden_size are those of its tensors, as SGLang needs it",
+            )
+    return Target(directory, tuple(read_config(directory).get("architectures") or ()), config, tensors)
 
 
 def write_verifier(target: Target, directory: Path) -> None:
@@ -116,21 +115,16 @@ def write_verifier(target: Target, directory: Path) -> None:
     sync_directory(directory)
 
 
-def _find(directory: Path, *, tied: bool) -> dict[str, tuple[str, TensorInfo]]:
-    """The three tensors by the ends of their names, those of a vision tower or a drafting layer left out."""
-    all_tensors = read_tensors(directory)
+def _the_three(directory: Path, ends: TargetEnds) -> dict[str, tuple[str, TensorInfo]]:
+    """Name as the library wants it -> where it is. Raises CheckpointError where one is missing, or not the only one."""
     found: dict[str, tuple[str, TensorInfo]] = {}
-    for name in (EMBEDDING, HEAD, NORM):
-        fitting = [each for each in all_tensors if each == name or each.endswith(f".{name}")]
-        if not fitting and name == HEAD and tied:
-            fitting = [found[EMBEDDING][0]]
+    for name, fitting in ((EMBEDDING, ends.embedding), (HEAD, ends.head), (NORM, ends.norm)):
         if len(fitting) != 1:
-            stem = name.removesuffix("weight")
-            parts = sorted(each for each in all_tensors if each.startswith(stem) or f".{stem}" in each)
+            parts = ends.quantized_head() if name == HEAD else ()
             raise CheckpointError(
                 f"{directory} has {len(fitting)} tensors called *{name}, and one is needed"
                 + (f"; there is {', '.join(parts[:4])}: quantized, and training needs its values" if parts else ""),
                 remedy="use a checkpoint whose embedding, head and final norm are plain tensors",
             )
-        found[name] = (fitting[0], all_tensors[fitting[0]])
+        found[name] = (fitting[0], ends.tensors[fitting[0]])
     return found

@@ -49,13 +49,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(job: Job, records: RecordWriter | None) -> None:
-    from speculators.train import cli, utils  # noqa: PLC0415 - ten seconds
+    from speculators.train import cli, trainer, utils  # noqa: PLC0415 - ten seconds
     from speculators.train.config import TrainConfig  # noqa: PLC0415
 
-    from eagle3_serve.drafting.train.trainer import AdaptedTrainer, CpuTrainer  # noqa: PLC0415
+    from eagle3_serve.drafting.train.trainer import AdaptedTrainer, CpuTrainer, StrictRecovery  # noqa: PLC0415
 
     if job.cpu:
         _use_cpu()
+    trainer.BatchRecoveryCoordinator = StrictRecovery
     utils.find_repo_root = lambda _start: None
     cli.Trainer = functools.partial(CpuTrainer if job.cpu else AdaptedTrainer, job, records)
     cli.main(TrainConfig.resolve(job.arguments))

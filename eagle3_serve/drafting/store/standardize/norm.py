@@ -10,7 +10,6 @@ before the norm has not.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from eagle3_serve.core.checkpoint_files import TensorInfo, read_config, read_tensors, text_config
+from eagle3_serve.core.checkpoint_files import TensorInfo
 from eagle3_serve.core.errors import CheckpointError
+from eagle3_serve.drafting.target_ends import TargetEnds
 
 # y is rounded to bfloat16 once or twice on its way (2^-9 each, in any direction); a row's rms then is 1 to better than
 # this. A state before the norm is within it in one row of many at most, by chance.
 TOLERANCE = 0.02
 # Fewer rows could all be of rms 1 by chance.
 FEWEST_ROWS = 8
-_NORM = re.compile(r"(?:.*\.)?(?:model|language_model)\.norm\.weight|norm\.weight")
 # y / w where w is this much smaller than the largest is what rounding left.
 _SMALLEST = 1e-4
 _ROWS = 1024
-# The families whose norm multiplies with 1 + weight.
-_OFFSET = re.compile(r"gemma|qwen3_next|qwen3_5")
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class FinalNorm:
     @classmethod
     def read(cls, directory: Path) -> FinalNorm:
         """From a target's checkpoint; only this tensor is read. Raises CheckpointError."""
-        tensors, text = read_tensors(directory), text_config(read_config(directory))
-        names = [name for name in tensors if _NORM.fullmatch(name)]
+        ends = TargetEnds.read(directory)
+        tensors, names = ends.tensors, ends.norm
         if len(names) != 1:
             raise CheckpointError(
                 f"{directory} has {len(names)} tensors that could be the final norm's (*.model.norm.weight): "
@@ -61,8 +58,7 @@ class FinalNorm:
                 remedy="extract the states again, before the final norm",
             )
         stored = _read(tensors[name], name).float()
-        factor = stored + 1 if _OFFSET.search(str(text.get("model_type", ""))) else stored
-        return cls(factor, _eps(text, directory), name)
+        return cls(stored + 1 if ends.norm_adds_one else stored, _eps(ends.config, directory), name)
 
     def apply(self, states: torch.Tensor) -> torch.Tensor:
         """norm(x) [T, H] float32."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +9,15 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from eagle3_serve.core.checkpoint_files import TensorInfo, read_config, read_tensors, text_config
+from eagle3_serve.core.checkpoint_files import TensorInfo
 from eagle3_serve.core.contract import EMBEDDING, AuxLayers
 from eagle3_serve.core.errors import CheckpointError
 from eagle3_serve.drafting.extract.provenance import Identity, target_digest, tokenizer_digest
 from eagle3_serve.drafting.extract.store import SampleError
 from eagle3_serve.drafting.store.standardize.layers import Wanted
 from eagle3_serve.drafting.store.standardize.norm import FinalNorm
+from eagle3_serve.drafting.target_ends import TargetEnds
 
-_EMBEDDING_NAME = re.compile(r"(?:.*\.)?embed_tokens\.weight")
 _COMPARED_ROWS = 32
 # The cosine of a state and its token's embedding, over all compared rows. Rounding to bfloat16 leaves 0.99999; what one
 # layer adds takes it far below.
@@ -37,10 +36,10 @@ class Target:
     @classmethod
     def read(cls, directory: Path, layers: AuxLayers) -> Target:
         """Cheap: the configuration, the headers, one small tensor. Raises CheckpointError, ContractError."""
-        text = text_config(read_config(directory))
+        ends = TargetEnds.read(directory)
         try:
             num_layers, hidden_size, vocab_size = (
-                int(text[key]) for key in ("num_hidden_layers", "hidden_size", "vocab_size")
+                int(ends.config[key]) for key in ("num_hidden_layers", "hidden_size", "vocab_size")
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -54,9 +53,8 @@ class Target:
                 f"{norm.name} of {directory} is {list(norm.weight.shape)}, and its config.json says hidden size "
                 f"{hidden_size}"
             )
-        tensors = read_tensors(directory)
-        name = next((name for name in tensors if _EMBEDDING_NAME.fullmatch(name)), None)
-        embedding = None if name is None else (name, tensors[name])
+        name = min(ends.embedding, key=len, default=None)
+        embedding = None if name is None else (name, ends.tensors[name])
         return cls(directory, Wanted(layers, num_layers), hidden_size, vocab_size, norm, embedding)
 
     def identity(self, dtype: str) -> Identity:

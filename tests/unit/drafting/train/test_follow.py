@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 
 from eagle3_serve.core.errors import DiskFullError, TrainingError
-from eagle3_serve.drafting.train.follow import Course, error_of
+from eagle3_serve.core.process import LIFELINE
+from eagle3_serve.drafting.train.follow import Course, _abandoned, error_of
 from eagle3_serve.drafting.train.job import EXIT_FAILED, EXIT_STOPPED
 from eagle3_serve.drafting.train.records import History
 
@@ -67,3 +69,13 @@ def test_a_signal_is_a_stop_that_can_be_resumed(tmp_path: Path) -> None:
     assert isinstance(error, TrainingError)
     assert "stopped by a signal; a checkpoint was written" in error.message
     assert "--resume" in error.remedy
+
+
+def test_a_training_is_abandoned_once_the_other_end_of_its_lifeline_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _abandoned()
+    watched, lifeline = os.pipe()
+    monkeypatch.setenv(LIFELINE, str(watched))
+    assert not _abandoned()
+    os.close(lifeline)
+    assert _abandoned()
+    os.close(watched)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from eagle3_serve.drafting.train.hooks import FailedError, MetricsHandler, StopRequestedError, StopSignal
+from eagle3_serve.drafting.train.hooks import (
+    FailedError,
+    MetricsHandler,
+    Pace,
+    StopRequestedError,
+    StopSignal,
+    require_whole,
+)
 from eagle3_serve.drafting.train.job import Job, reason_of
 from eagle3_serve.drafting.train.records import BEFORE, RecordWriter
 
@@ -20,10 +27,11 @@ def logged(message: Any, step: int = 3) -> logging.LogRecord:
     return record
 
 
-def training(loss: float, *, left_out: float = 0.0) -> dict[str, Any]:
-    metrics = {"loss": loss, "loss_0": loss, "full_acc_0": 0.5, "error_records": left_out}
+def training(loss: float) -> dict[str, Any]:
+    metrics = {"loss": loss, "loss_0": loss, "full_acc_0": 0.5}
     rates = {"Muon": 0.01, "AdamW": 0.001}
-    return {"train": metrics, "profile": {"tokens_per_s": 99.96}, "epoch": 1, "lr": rates, "global_step": 3}
+    profile = {"tokens_per_s": 99.96, "step_ms": 1000.0}
+    return {"train": metrics, "profile": profile, "epoch": 1, "lr": rates, "global_step": 3}
 
 
 def test_the_librarys_metrics_become_records(tmp_path: Path) -> None:
@@ -53,10 +61,24 @@ def test_a_loss_that_is_no_number_ends_the_run_at_its_step(tmp_path: Path, loss:
     assert caught.value.reason == "nonfinite"
 
 
-def test_a_sample_that_the_library_left_out_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(FailedError, match="states do not belong to its tokens") as caught:
-        MetricsHandler(RecordWriter(tmp_path / "m")).emit(logged(training(1.0, left_out=1.0)))
+def test_a_sample_that_the_library_left_out_ends_the_run_in_whatever_step_it_was() -> None:
+    require_whole({"error_records": 0}, "training")
+    with pytest.raises(FailedError, match=r"states do not belong to its tokens \(in validation\)") as caught:
+        require_whole({"error_records": 1}, "validation")
     assert caught.value.reason == "samples"
+
+
+def test_the_speed_is_that_of_all_steps_between_two_records_and_of_nothing_else() -> None:
+    now = 0.0
+    pace = Pace(lambda: now)
+    # The library's own figure: 1000 tokens in a logged step that waited 4 s for the nine before it.
+    profile = {"tokens_per_s": 250.0, "step_ms": 4000.0}
+    assert pace.tokens_per_s(0, profile) == 250.0
+    now = 5.0
+    assert pace.tokens_per_s(10, profile) == pytest.approx(2000.0)
+    pace.forget()  # a validation
+    now = 60.0
+    assert pace.tokens_per_s(20, profile) == 250.0
 
 
 def test_a_signal_waits_for_the_checkpoint_within_an_epoch_and_for_nothing_elsewhere() -> None:

@@ -19,7 +19,8 @@ def checkpoint(directory: Path, epoch: int, *, step: int = 10, local: int = 0, v
     place = directory / str(epoch)
     place.mkdir(parents=True)
     save_file({"fc.weight": torch.full((4, 4), value)}, place / "model.safetensors")
-    torch.save({"state": torch.zeros(64)}, place / "optimizer_state_dict.pt")
+    for name in ("optimizer", "scheduler"):
+        torch.save({"state": torch.zeros(64)}, place / f"{name}_state_dict.pt")
     (place / "training_state.json").write_text(json.dumps({"epoch": epoch, "local_step": local, "global_step": step}))
     return place
 
@@ -28,7 +29,9 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-16])
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer_state_dict.pt", "training_state.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer_state_dict.pt", "scheduler_state_dict.pt", "training_state.json"]
+)
 def test_a_checkpoint_cut_short_is_put_aside_and_the_one_before_it_is_the_newest(tmp_path: Path, name: str) -> None:
     checkpoint(tmp_path, 0)
     cut(checkpoint(tmp_path, 1) / name)
@@ -67,6 +70,14 @@ def test_a_settled_checkpoint_replaces_an_earlier_one_of_its_epoch(tmp_path: Pat
     library.settle(tmp_path, 3)
     assert library.progress_of(tmp_path / "3") == (0, 9)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["3"]
+
+
+def test_a_process_killed_between_the_two_renames_of_a_checkpoint_leaves_the_earlier_one(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 0, step=5).rename(tmp_path / ".replaced-0")
+    checkpoint(library.staging(tmp_path), 0, step=9)
+    assert library.recover(tmp_path) == []
+    assert library.progress_of(tmp_path / "0") == (0, 5)
+    assert [each.name for each in tmp_path.iterdir()] == ["0"]
 
 
 def test_a_removed_checkpoint_is_gone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from eagle3_serve.core.errors import ConfigError, StoreError
 from eagle3_serve.drafting.extract.store import StoreWriter
 from eagle3_serve.drafting.train.options import TrainOptions
-from eagle3_serve.drafting.train.plan import Plan, make_plan, same_run
+from eagle3_serve.drafting.train.plan import Plan, make_plan, same_run, split
 from tests.support.synthetic_store import TARGET, identity
 from tests.unit.drafting.train.conftest import OPTIONS
 
@@ -85,6 +85,12 @@ def test_the_ratio_makes_the_library_split_where_the_plan_says(store: Path, tmp_
     assert found.train >= 1
     assert found.validation >= 1
     assert found.train + found.validation == 8
+
+
+def test_fewer_samples_than_devices_are_refused_because_no_step_would_be_made_of_them(plan: Plan) -> None:
+    several = plan.options.model_copy(update={"devices": 3})
+    with pytest.raises(StoreError, match="2 samples for validation, fewer than the 3 devices"):
+        split(plan.store, several)
 
 
 def test_samples_longer_than_a_step_are_counted(store: Path, tmp_path: Path) -> None:

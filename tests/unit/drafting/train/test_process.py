@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -34,7 +35,9 @@ def wait_for(log: Path, text: str = "ready") -> None:
 
 def start(program: str, directory: Path) -> TrainingProcess:
     log = directory / "log"
-    process = TrainingProcess.start([sys.executable, "-c", program], log=log, directory=directory, environment={})
+    process = TrainingProcess.start(
+        [sys.executable, "-c", program], log=log, directory=directory, environment={}, held=[]
+    )
     wait_for(log)
     return process
 
@@ -58,7 +61,7 @@ def test_no_trainer_outlives_this_process_killed_with_sigkill(tmp_path: Path) ->
         "import sys, time\nfrom pathlib import Path\n"
         "from eagle3_serve.drafting.train.process import TrainingProcess\n"
         f"TrainingProcess.start([sys.executable, '-c', {POLITE!r}], log=Path('log'), directory=Path('.'), "
-        "environment={})\ntime.sleep(60)\n"
+        "environment={}, held=[])\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     wait_for(tmp_path / "log")
@@ -68,6 +71,28 @@ def test_no_trainer_outlives_this_process_killed_with_sigkill(tmp_path: Path) ->
     parent.wait()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
+
+
+def test_what_it_holds_is_released_only_when_the_last_process_of_an_orphaned_group_is_gone(tmp_path: Path) -> None:
+    program = (
+        "import fcntl, os, sys, time\nfrom pathlib import Path\n"
+        "from eagle3_serve.drafting.train.process import TrainingProcess\n"
+        "lock = os.open('lock', os.O_CREAT | os.O_RDWR)\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
+        f"TrainingProcess.start([sys.executable, '-c', {STUBBORN!r}], log=Path('log'), directory=Path('.'), "
+        "environment={}, held=[lock])\ntime.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    wait_for(tmp_path / "log")
+    (guard,) = psutil.Process(parent.pid).children()
+    (trainer,) = guard.children()
+    parent.kill()
+    parent.wait()
+    with (tmp_path / "lock").open() as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert trainer.is_running()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not trainer.is_running()
 
 
 @pytest.mark.parametrize("code", [0, 3])

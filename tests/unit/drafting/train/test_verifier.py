@@ -75,7 +75,13 @@ def test_a_tied_target_lends_its_embedding_as_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"model_type": "gemma3_text"}, {"final_logit_softcapping": 30.0}, {"logit_scale": 0.25}]
+    "config",
+    [
+        {"model_type": "gemma3_text"},
+        {"model_type": "qwen3_next"},
+        {"final_logit_softcapping": 30.0},
+        {"logit_scale": 0.25},
+    ],
 )
 def test_a_target_with_another_way_to_its_logits_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="would compute others"):
@@ -83,7 +89,7 @@ def test_a_target_with_another_way_to_its_logits_is_refused(tmp_path: Path, conf
 
 
 def test_shapes_must_be_those_of_the_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .* is \[9\], not \[8\]"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .* is \[9\], and its config\.json says \[8\]"):
         read_target(target(tmp_path / "t", plain() | {NORM: torch.ones(9)}))
 
 
