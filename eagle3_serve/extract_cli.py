@@ -129,7 +129,7 @@ def extract(
     from eagle3_serve.drafting.stacks import ConfigSource  # noqa: PLC0415
 
     options = Options(
-        inputs=tuple(inputs),
+        inputs=tuple(dict.fromkeys(path.absolute() for path in inputs)),
         out=out,
         layers=parse_layers(layers, "--layers") if layers is not None else None,
         max_length=max_length,
@@ -141,6 +141,8 @@ def extract(
         resume=resume,
     )
     _require_files(options.inputs)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file", remedy="name a directory that is empty or not there yet")
     if rate is not None and not (estimate and math.isfinite(rate)):
         raise ConfigError("--rate is a number for --estimate", remedy="leave it out, or add --estimate")
     source = ConfigSource(config, sets=sets or (), environ=os.environ)
@@ -195,6 +197,8 @@ def _estimate_in_words(found: Estimate, states: int, hidden: int, dtype: str) ->
     ]
     if found.most_tokens is not None:
         lines.insert(2, f"            up to {found.most_tokens:,} tokens, if every answer takes all of --max-tokens")
+    if found.stopped_by:
+        lines.append(f"stopped by  {found.stopped_by}: the text goes on")
     if found.hours is not None:
         lines.append(f"hours       {found.hours:,.2f} at {found.rate:,.0f} tokens/s")
     else:
@@ -228,7 +232,8 @@ def _remedy(summary: Summary, options: Options) -> str:
 def _require_files(inputs: tuple[Path, ...]) -> None:
     for path in inputs:
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}", remedy="correct --input")
+            what = f"{path} is a directory" if path.is_dir() else f"there is no file {path}"
+            raise ConfigError(what, remedy="name a file with --input; it may be given several times")
 
 
 def _sampling(wanted: Sampling, *, regenerate: bool) -> Sampling | None:

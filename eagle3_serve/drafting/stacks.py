@@ -126,7 +126,10 @@ async def started(resolved: Resolved, reporter: Reporter, name: str) -> AsyncIte
 
 
 async def attached(url: str, keys: GatewayKeys) -> Server:
-    """A server that runs already: a gateway, or SGLang itself. Raises EngineRequestError."""
+    """A server that runs already: a gateway, or SGLang itself. Raises EngineRequestError, and ConfigError for a `url`
+    that is none."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url} is no address of a server", remedy="such as http://127.0.0.1:30080")
     async with EngineClient(url.rstrip("/"), api_key=_text(keys.api_key), timeout_s=_LOOK_TIMEOUT_S) as client:
         served = await client.served_model()
         is_engine = await client.is_engine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from eagle3_serve.core.resources import data_directory
 from eagle3_serve.drafting.extract import run as extraction
 
 CONFIGS = data_directory("configs")
+TARGET = data_directory("models") / "tiny-kimi" / "target"
 
 
 @pytest.fixture
@@ -55,6 +57,9 @@ def test_its_help_has_an_example_and_names_the_exit_codes() -> None:
         (["--rate", "100"], "--rate"),
         (["--estimate", "--rate", "inf"], "--rate"),
         (["--input", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--input", str(CONFIGS)], "is a directory"),
+        (["--out", str(CONFIGS / "kimi.yaml")], "is a file"),
+        (["--url", "foo"], "foo is no address"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_sentence_before_anything_is_begun(
@@ -127,3 +132,43 @@ def test_what_a_chat_template_cannot_be_told_is_refused(text: Path, value: str, 
     assert isinstance(result.exception, ConfigError)
     assert said in result.exception.message
     assert result.exception.remedy
+
+
+def test_an_input_without_anything_usable_is_refused_before_a_store_or_an_engine_is_begun(text: Path) -> None:
+    text.write_text("{broken\n[]\n")
+    result = run(text)
+    assert isinstance(result.exception, ConfigError)
+    assert "no line of" in result.exception.message
+    assert not (text.parent / "store").exists()
+
+
+@pytest.mark.parametrize("template", ["{% if", "{{ raise_exception('no') }}"])
+def test_a_chat_template_that_does_not_work_is_one_error_and_not_one_a_conversation(text: Path, template: str) -> None:
+    target = text.parent / "target"
+    shutil.copytree(TARGET, target)
+    (target / "chat_template.jinja").write_text(template)
+    for arguments in ([], ["--estimate"]):
+        result = run(text, "--set", f"target.path={target}", *arguments)
+        assert isinstance(result.exception, CheckpointError)
+        assert "chat template" in result.exception.message
+    assert not (text.parent / "store").exists()
+
+
+def test_reasons_that_differ_in_numbers_alone_are_counted_together(text: Path) -> None:
+    asked = [
+        [{"role": "user", "content": "word " * count}, {"role": "assistant", "content": "x"}] for count in (30, 40)
+    ]
+    text.write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
+    result = run(text, "--estimate", "--max-length", 20)
+    assert result.stdout.count("rejected") == 1
+    assert "rejected    2: its loss mask is all zero after truncation" in result.stdout
+
+
+def test_the_estimate_ends_where_max_bytes_would_and_counts_a_file_that_is_given_twice_once(text: Path) -> None:
+    whole = json.loads(run(text, "--estimate", "--json").stdout.splitlines()[-1])
+    twice = json.loads(run(text, "--estimate", "--json", "--input", text).stdout.splitlines()[-1])
+    assert twice["samples"] == whole["samples"] == 2
+    most = whole["bytes"] - 1
+    cut = json.loads(run(text, "--estimate", "--json", "--max-bytes", most).stdout.splitlines()[-1])
+    assert (cut["samples"], cut["stopped_by"]) == (1, f"--max-bytes {most}")
+    assert cut["bytes"] <= most

@@ -15,7 +15,8 @@ gives the same ids wherever it lies, which is what resuming needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -65,6 +66,17 @@ class Rejected:
     id: str
     where: str
     reason: str
+
+
+def kind_of(reason: str) -> str:
+    """A reason without its numbers, so that those of thousands of samples can be counted together."""
+    return re.sub(r"\d+", "N", reason)
+
+
+def require_usable(paths: Iterable[Path]) -> bool:
+    """Look into each file as far as its first conversation; whether any of them is messages. Raises ConfigError."""
+    first = [next(each for each in read_conversations(path) if isinstance(each, Conversation)) for path in paths]
+    return any(each.messages is not None for each in first)
 
 
 class _LineError(Exception):

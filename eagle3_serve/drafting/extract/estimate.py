@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.extract import flow
-from eagle3_serve.drafting.extract.conversations import Conversation, Rejected
+from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, kind_of
 from eagle3_serve.drafting.extract.job import Job
 from eagle3_serve.drafting.extract.prompts import ChatTemplate, Prompt
 from eagle3_serve.drafting.extract.regenerate import regenerate, turns
@@ -26,7 +26,8 @@ _ANY_TOKEN = 0
 @dataclass
 class Estimate:
     """`tokens` are those of the samples where answers are as long as those in the file; regenerated ones may be longer
-    or shorter, so `most_tokens` says how many there can be. `hours`: None where no rate was given."""
+    or shorter, so `most_tokens` says how many there can be. `hours`: None where no rate was given; `stopped_by`: why
+    the end of the text is not reached."""
 
     samples: int = 0
     tokens: int = 0
@@ -36,6 +37,7 @@ class Estimate:
     files: int = 0
     free_bytes: int = 0
     rate: float | None = None
+    stopped_by: str | None = None
     rejected: collections.Counter[str] = field(default_factory=collections.Counter)
 
     @property
@@ -58,6 +60,7 @@ class Estimate:
             "tokens_per_s": self.rate,
             "free_bytes": self.free_bytes,
             "fits": self.fits,
+            "stopped_by": self.stopped_by,
             "rejected": dict(self.rejected.most_common()),
         }
 
@@ -65,16 +68,21 @@ class Estimate:
 async def estimate(job: Job, template: ChatTemplate, reporter: Reporter, *, rate: float | None) -> Estimate:
     """Render every conversation as extraction would, and count. `rate`: tokens/s, for the hours. Raises ConfigError."""
     found = Estimate(rate=rate, most_tokens=0 if job.options.sampling else None)
-    total = await asyncio.to_thread(job.count)
+    total, most = await asyncio.to_thread(job.count), job.options.max_bytes
     async for number, conversation in flow.from_thread(enumerate(job.conversations(), start=1)):
         for part in await _parts(conversation, job, template, found):
             if isinstance(part, Rejected):
-                found.rejected[part.reason] += 1
+                found.rejected[kind_of(part.reason)] += 1
                 continue
+            if most is not None and job.stored_bytes(found.samples + 1, found.tokens + len(part.token_ids)) > most:
+                found.stopped_by = f"--max-bytes {most}"
+                break
             found.samples += 1
             found.tokens += len(part.token_ids)
             found.trained_tokens += sum(part.loss_mask)
         reporter.progress("conversations", number, total, tokens=found.tokens)
+        if found.stopped_by:
+            break
     found.bytes = job.stored_bytes(found.samples, found.tokens)
     found.files = found.samples + _FILES_BESIDE
     found.free_bytes = shutil.disk_usage(_existing(job.options.out)).free

@@ -91,7 +91,7 @@ class ChatTemplate:
             tokenizer = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=trust_remote_code)
         except Exception as error:  # code of the checkpoint may raise anything
             raise CheckpointError(
-                f"the tokenizer of {target_dir} cannot be loaded: {error}",
+                f"the tokenizer of {target_dir} cannot be loaded: {str(error).partition(chr(10))[0]}",
                 remedy="complete the download; a tokenizer that brings code needs target.trust_remote_code: true",
             ) from error
         if moved := loaded_differently(target_dir, tokenizer.convert_tokens_to_ids):
@@ -104,6 +104,16 @@ class ChatTemplate:
         # Some would remove the space before a full stop as they decode.
         tokenizer.clean_up_tokenization_spaces = False
         return cls(tokenizer, vocab_size, end_ids(target_dir), arguments)
+
+    def require_working(self, target_dir: Path) -> None:
+        """Raise CheckpointError where the template cannot even render a question."""
+        try:
+            self.prompt_of([{"role": "user", "content": "?"}], None)
+        except TemplateRefusedError as error:
+            raise CheckpointError(
+                f"the chat template of {target_dir} cannot be used: {error}",
+                remedy="mend chat_template.jinja, or look at --template-args",
+            ) from error
 
     @cached_property
     def source(self) -> str | None:

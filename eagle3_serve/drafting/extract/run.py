@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_serve.core.errors import StoreError
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.extract import flow, served
-from eagle3_serve.drafting.extract.conversations import Conversation, Rejected
+from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, kind_of, require_usable
 from eagle3_serve.drafting.extract.job import Job, Options, prepare
 from eagle3_serve.drafting.extract.prompts import ChatTemplate, Prompt
 from eagle3_serve.drafting.extract.provenance import Identity
@@ -109,9 +109,14 @@ async def extract_attached(url: str, source: ConfigSource, options: Options, rep
 
 
 def load_template(job: Job) -> ChatTemplate:
-    """Raises CheckpointError."""
+    """The target's, tried on a question where the inputs have any. Raises ConfigError for an input without anything
+    usable, and CheckpointError."""
+    has_messages = require_usable(job.options.inputs)
     target = job.config.target
-    return ChatTemplate.load(target.path, target.trust_remote_code, job.options.template_args)
+    template = ChatTemplate.load(target.path, target.trust_remote_code, job.options.template_args)
+    if has_messages:
+        template.require_working(target.path)
+    return template
 
 
 def open_store(job: Job, identity: Identity) -> StoreWriter:
@@ -286,7 +291,7 @@ class Extraction:
 
     def _skip(self, sample_id: str, where: str, reason: str) -> None:
         self._writer.skip(sample_id, where, reason)
-        self._summary.skipped[reason] += 1
+        self._summary.skipped[kind_of(reason)] += 1
 
     def _progress(self, done: int) -> None:
         seconds = time.monotonic() - self._begun

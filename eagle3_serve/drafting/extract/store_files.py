@@ -198,4 +198,6 @@ def disk_error(doing: str, error: OSError) -> DiskFullError | StoreError:
             f"no space left while {doing}",
             remedy="free some space, then the same command again with --resume: what was written is whole",
         )
-    return StoreError(f"{doing}: {error.strerror or error}")
+    return StoreError(
+        f"{doing}: {error.strerror or error}", remedy="look at the disk and its permissions, or name another directory"
+    )
