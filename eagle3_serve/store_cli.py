@@ -14,6 +14,7 @@ import typer
 from eagle3_serve.core.contract import AuxLayers
 from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.store import standardize as standardizing
+from eagle3_serve.drafting.store.interrupt import Interruptible
 
 store_app = typer.Typer(
     no_args_is_help=True, help="Look at, check and take over stores of hidden states.", rich_markup_mode=None
@@ -48,18 +49,21 @@ def inspect(
     with the target's norm and head, whether the states are those of their tokens, unshifted. Exit code 0: sound; 22: a
     fault was found.
     """
-    from rich.console import Console  # noqa: PLC0415
+    with Interruptible("the same command again; nothing was changed") as interruptible:
+        with interruptible.held():
+            import datasets  # noqa: F401, PLC0415 - used further down
+            from rich.console import Console  # noqa: PLC0415
 
-    from eagle3_serve.drafting.store import inspect as work  # noqa: PLC0415 - torch
-    from eagle3_serve.drafting.store.render import show  # noqa: PLC0415
+            from eagle3_serve.drafting.store import inspect as work  # noqa: PLC0415 - torch
+            from eagle3_serve.drafting.store.render import show  # noqa: PLC0415
 
-    request = work.Request(directory, target, None if everything else samples, row)
-    with make_reporter(as_json=False) as reporter:
-        report = work.inspect(request, reporter)
-    if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
-    else:
-        show(report, Console(), whole=row is not None)
+        request = work.Request(directory, target, None if everything else samples, row)
+        with make_reporter(as_json=False) as reporter:
+            report = work.inspect(request, reporter)
+        if as_json:
+            typer.echo(json.dumps(report.as_dict(), indent=2))
+        else:
+            show(report, Console(), whole=row is not None)
     report.require_sound()
 
 
@@ -92,11 +96,16 @@ def standardize(
     """Read hidden states that others left behind, check them, and write them as a store.
 
     Stacks or lists of layers, one tensor or one file a layer, SpecForge's files and speculators' own. A sample that is
-    not right is skipped and listed. The same command again goes on where it was stopped. Exit code 0: all were taken;
-    21: some were skipped.
+    not right is skipped and listed; states that are not those of their tokens are refused. The same command again goes
+    on where it was stopped. Exit code 0: all were taken; 21: some were skipped; 22: the states are wrong.
     """
     request = standardizing.Request(
         source, destination, target, AuxLayers.parse(layers), source_format, last, dtype, limit
     )
-    with make_reporter(as_json=as_json) as reporter:
-        standardizing.standardize(request, reporter)
+    with Interruptible("the same command again goes on where it was stopped") as interruptible:
+        with interruptible.held():
+            import datasets  # noqa: F401, PLC0415 - used further down
+
+            from eagle3_serve.drafting.store.standardize import run  # noqa: F401, PLC0415 - torch
+        with make_reporter(as_json=as_json) as reporter:
+            standardizing.standardize(request, reporter)

@@ -47,11 +47,14 @@ def train(
     from eagle3_serve.drafting.train.options_file import load_options  # noqa: PLC0415
     from eagle3_serve.drafting.train.plan import make_plan  # noqa: PLC0415
     from eagle3_serve.drafting.train.run import train as run_training  # noqa: PLC0415
+    from eagle3_serve.drafting.train.soundness import require_sound  # noqa: PLC0415
 
     options = load_options(config, sets or ())
     plan = make_plan(store, target, out, options, device)
     if dry_run:
-        typer.echo(json.dumps(_plan_facts(plan), indent=2) if as_json else _render(plan))
+        with make_reporter(as_json=False) as reporter:  # on standard error
+            require_sound(plan, reporter)
+        typer.echo(json.dumps({"event": "plan", **_plan_facts(plan)}) if as_json else _render(plan))
         return
     with make_reporter(as_json=as_json) as reporter:
         done = run_training(plan, reporter, resume=resume)

@@ -91,7 +91,7 @@ class StoreError(EagleServeError):
 
 class TrainingError(EagleServeError):
     exit_code = 23
-    meaning = "the training of a drafter failed or was stopped: its log is named, and it can be resumed"
+    meaning = "the training of a drafter failed: its log is named, and it can be resumed"
 
 
 class DiskFullError(EagleServeError):

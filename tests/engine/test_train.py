@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from eagle3_serve.core.errors import TrainingError
+from eagle3_serve.core.errors import TerminatedLoadError
 from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.draft.check import check_draft
 from eagle3_serve.drafting.draft.checkpoint import load_tensors
@@ -28,7 +28,8 @@ from eagle3_serve.drafting.train.options import TrainOptions
 from eagle3_serve.drafting.train.plan import make_plan
 from eagle3_serve.drafting.train.records import BEFORE, History
 from eagle3_serve.drafting.train.run import Trained, train
-from tests.support.synthetic_store import TARGET, write_store
+from tests.support.synthetic_store import TARGET
+from tests.unit.drafting.train.conftest import write_sound_store
 
 pytestmark = pytest.mark.engine
 
@@ -102,7 +103,7 @@ def one_thread_each() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_store(tmp_path_factory.mktemp("store") / "store")
+    return write_sound_store(tmp_path_factory.mktemp("store") / "store")
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_a_run_killed_then_stopped_within_an_epoch_and_resumed_is_the_run_that_w
     uninterrupted = whole.facts()
     further(whole.drafter)  # for the last test
     threading.Thread(target=stop_everything_once, args=[out], daemon=True).start()
-    with pytest.raises(TrainingError, match="the training was stopped by a signal; a checkpoint was written"):
+    with pytest.raises(TerminatedLoadError, match=r"stopped by SIGTERM; there is a checkpoint of \d+ steps"):
         run(store, out, resume=True)
     within, steps = library.progress_of(checkpoints / "1")
     assert (within, steps) == (steps - 11, steps)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +60,7 @@ def test_inspect_says_what_is_in_the_store_and_marks_trained_tokens_without_colo
         "chat-99 (chats.jsonl:99): no token of it is trained on",
         "<|im_user|>What?<|im_end|><|im_assistant|>⟦The quick brown fox jumps over the lazy dog.<|im_end|>⟧",
         "alignment: aligned",
-        "no fault was found",
+        "no fault was found; states and digests were looked into in 8 of 8 samples\n",
     ):
         assert words in result.output, words
     assert "\x1b" not in result.output
@@ -118,3 +121,28 @@ def test_standardize_of_nothing_is_one_error(target: Target, tmp_path: Path) -> 
         "2,5,8",
     )
     assert isinstance(result.exception, StoreError), result.exception
+
+
+@pytest.mark.parametrize("command", ["inspect", "standardize"])
+def test_ctrl_c_while_libraries_are_loaded_is_exit_code_130_without_a_traceback(
+    command: str, store: Path, target: Target, tmp_path: Path
+) -> None:
+    # The signal comes from within the import of the first library, which makes something else of it.
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries" / "datasets.py").write_text(
+        "import signal\nsignal.raise_signal(signal.SIGINT)\nraise RecursionError('a module half loaded')\n"
+    )
+    taken = [str(store), str(tmp_path / "new"), "--target", str(target.directory), "--layers", "2,5,8"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from eagle3_serve.cli import main; main()", "store", command]
+        + (taken if command == "standardize" else [str(store)]),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path / "libraries"), str(Path.cwd())))},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.startswith("error: SIGINT: stopped\n  what to do: the same command again")
+    assert done.stdout == ""
+    assert not (tmp_path / "new").exists()

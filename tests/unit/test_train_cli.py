@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from eagle3_serve.drafting.train import run
 from eagle3_serve.drafting.train.options_file import load_options
 from eagle3_serve.drafting.train.plan import make_plan
 from eagle3_serve.train_cli import train
-from tests.support.synthetic_store import TARGET, write_store
+from tests.support.synthetic_store import TARGET
+from tests.unit.drafting.train.conftest import write_sound_store
 
 app = typer.Typer()
 app.command()(train)
@@ -23,7 +25,7 @@ app.command()(train)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_store(tmp_path_factory.mktemp("cli") / "store", samples=4, tokens=20)
+    return write_sound_store(tmp_path_factory.mktemp("cli") / "store", samples=4, tokens=20)
 
 
 def arguments(store: Path, out: Path, *more: str) -> list[str]:
@@ -42,10 +44,21 @@ def test_a_dry_run_shows_options_and_the_exact_command_and_writes_nothing(store:
 
 def test_a_dry_run_as_json_has_the_same_for_scripts(store: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments(store, tmp_path / "out", "--dry-run", "--json"))
-    facts = json.loads(done.output)
+    (line,) = done.stdout.splitlines()
+    facts = json.loads(line)
     assert facts["layers"] == [2, 30, 58]
     assert facts["split"]["train"] == 3
     assert facts["command"][-1].endswith("job.json")
+
+
+def test_a_damaged_store_is_refused_before_anything_is_written(store: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(store, tmp_path / "damaged")
+    (damaged / "dataset_info.json").unlink()
+    for more in ([], ["--dry-run"]):
+        done = CliRunner().invoke(app, arguments(damaged, tmp_path / "out", *more))
+        assert isinstance(done.exception, StoreError)
+        assert "store inspect" in done.exception.remedy
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_store_is_an_error_of_its_own_exit_code(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from eagle3_serve.drafting.store.head import Head
+from eagle3_serve.drafting.store.order import Inversion, inversion
 from eagle3_serve.drafting.store.shards import Shard
 from eagle3_serve.drafting.store.standardize.norm import TOLERANCE, FinalNorm
 
@@ -112,12 +113,14 @@ class StateScore:
 @dataclass(frozen=True)
 class Alignment:
     """`head`: log-probability of token t + s in row t's last state, right is +1; `first`: cosine of row t's first state
-    with the embedding of token t + s, right is 0, None where it was not computed. `after_norm`: rows of samples whose
-    last state was stored after the final norm; `strangers`: of those whose states are not their tokens'."""
+    with the embedding of token t + s, right is 0, None where it was not computed. `inverted`: two of the K states that
+    look swapped; `after_norm`: rows of samples whose last state was stored after the final norm; `strangers`: of those
+    whose states are not their tokens'."""
 
     head: Curve
     first: Curve | None
     states: tuple[StateScore, ...]
+    inverted: Inversion | None
     after_norm: tuple[int, ...]
     tied: bool
     surprise: float
@@ -195,6 +198,7 @@ class Aligner:
             head=curve,
             first=Curve.of(torch.cat(cosines)[:, 0], _LEAD_COSINE) if cosines else None,
             states=_states(self._done, own),
+            inverted=_inverted(self._done, own),
             after_norm=tuple(row for batch in self._done for row in batch.after_norm),
             tied=self._head.tied,
             surprise=float((-chosen[:, own] - entropy).mean()),
@@ -250,6 +254,12 @@ def _states(batches: Sequence[_Batch], own: int) -> tuple[StateScore, ...]:
         predicts = Curve.of(torch.cat([batch.aux[:, slot] for batch in batches]), _LEAD_NATS).best == SHIFTS[own]
         leads.append(clear_lead(scores[:, slot], last, _LEAD_NATS) if predicts else 0.0)
     return tuple(map(StateScore, scores.mean(0).tolist(), [*leads, 0.0], resembling))
+
+
+def _inverted(batches: Sequence[_Batch], own: int) -> Inversion | None:
+    scores = torch.cat([batch.aux[:, :, own] for batch in batches])
+    cosines = [batch.cosines[:, :-1, SHIFTS.index(0)] for batch in batches if batch.cosines is not None]
+    return inversion(scores, torch.cat(cosines) if cosines else None)
 
 
 def clear_lead(scores: torch.Tensor, others: torch.Tensor, least: float) -> float:

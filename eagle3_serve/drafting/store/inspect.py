@@ -16,7 +16,7 @@ from eagle3_serve.drafting.store.alignment import Aligner, Alignment, Probe
 from eagle3_serve.drafting.store.faults import Fault, Faults
 from eagle3_serve.drafting.store.head import Head, HeadUnavailableError
 from eagle3_serve.drafting.store.shards import Shard
-from eagle3_serve.drafting.store.statistics import StateStatistics, Statistics
+from eagle3_serve.drafting.store.statistics import StateStatistics, Statistics, slot_names
 from eagle3_serve.drafting.store.structure import check_digests, check_structure, read_store
 from eagle3_serve.drafting.store.tokens import Span, Vocabulary, spans
 from eagle3_serve.drafting.store.verdict import judge
@@ -45,7 +45,7 @@ class Shown:
 @dataclass(frozen=True)
 class Report:
     """`target`: whose tokenizer and head were used; `notes`: what could not be checked, and why; `alignment`: None
-    where it was not computed; `verdict`: of the alignment, a sentence."""
+    where it was not compared; `verdict`: of the alignment, a sentence."""
 
     store: Store
     target: Path | None
@@ -67,6 +67,21 @@ class Report:
     def trained(self) -> int:
         """Tokens with loss mask 1."""
         return sum(entry.trained for entry in self.store.entries)
+
+    @property
+    def conclusion(self) -> str:
+        """What a report without a fault says at last: how far that goes."""
+        every = len(self.looked_into) == len(self.store)
+        parts = [
+            "no fault was found" + ("" if self.store.complete else " so far"),
+            f"states and digests were looked into in {len(self.looked_into)} of {len(self.store)} samples"
+            + ("" if every else " (--all: in every one)"),
+        ]
+        if self.alignment is None:
+            parts.append(f"alignment was {self.verdict}")
+        elif self.alignment.last_shift is None:
+            parts.append("whether the states are those of their tokens could not be told (see alignment)")
+        return "; ".join(parts)
 
     def require_sound(self) -> None:
         """Raise StoreError where a fault was found."""
@@ -94,7 +109,11 @@ class Report:
             "target": str(self.target) if self.target else None,
             "looked_into": list(self.looked_into),
             "statistics": [each.as_dict() for each in self.statistics],
-            "alignment": {"verdict": self.verdict, **(self.alignment.as_dict() if self.alignment else {})},
+            "alignment": {
+                "compared": self.alignment is not None,
+                "verdict": self.verdict,
+                **(self.alignment.as_dict() if self.alignment else {}),
+            },
             "shown": [
                 {"row": each.entry.row, "id": each.entry.id, "spans": [asdict(span) for span in each.spans]}
                 for each in self.shown
@@ -112,13 +131,20 @@ def inspect(request: Request, reporter: Reporter) -> Report:
     good, more = check_structure(store, found, faults, partial(reporter.progress, "comparing files"))
     rows = _choose(request, store, good)
     check_digests(store, rows, faults)
-    statistics, alignment, verdict = _states(store, target, rows, faults, reporter)
+    statistics = _statistics(store, rows, reporter)
+    alignment, verdict = None, f"not compared: {notes[0]}" if notes else ""
+    if target is not None:
+        began_comparing = time.monotonic()
+        alignment, verdict, more_faults = compare(store, target, rows)
+        faults.extend(more_faults)
+        reporter.stage("comparing them with the target's head", time.monotonic() - began_comparing)
+    statistics.report(faults)
     shown = _show(store, target, rows, request, notes)
     return Report(
         store=store,
         target=target,
         looked_into=tuple(entry.row for entry in rows),
-        statistics=statistics,
+        statistics=statistics.result(),
         alignment=alignment,
         verdict=verdict,
         shown=shown,
@@ -147,11 +173,16 @@ def _target(request: Request, store: Store, faults: Faults) -> tuple[Path | None
     return Path(named), []
 
 
+def spread(entries: Sequence[Entry], count: int | None) -> tuple[Entry, ...]:
+    """So many of them, None for all, evenly from the first to the last."""
+    count = len(entries) if count is None else min(count, len(entries))
+    chosen = {round(number * (len(entries) - 1) / max(1, count - 1)) for number in range(count)}
+    return tuple(entries[number] for number in sorted(chosen))
+
+
 def _choose(request: Request, store: Store, good: Sequence[Entry]) -> tuple[Entry, ...]:
     """The samples to look into: spread evenly over the store, and the one that was asked for."""
-    count = len(good) if request.samples is None else min(request.samples, len(good))
-    chosen = {round(number * (len(good) - 1) / max(1, count - 1)) for number in range(count)}
-    rows = {good[number].row: good[number] for number in chosen}
+    rows = {entry.row: entry for entry in spread(good, request.samples)}
     if request.row is not None:
         if request.row not in {entry.row for entry in store.entries}:
             raise ConfigError(
@@ -161,41 +192,34 @@ def _choose(request: Request, store: Store, good: Sequence[Entry]) -> tuple[Entr
     return tuple(rows[row] for row in sorted(rows))
 
 
-def _states(
-    store: Store, target: Path | None, rows: Sequence[Entry], faults: Faults, reporter: Reporter
-) -> tuple[tuple[StateStatistics, ...], Alignment | None, str]:
-    """Statistics, alignment and the sentence about it; faults of both are added."""
-    began, identity = time.monotonic(), store.identity
+def _statistics(store: Store, rows: Sequence[Entry], reporter: Reporter) -> Statistics:
+    identity = store.identity
     statistics = Statistics(identity.layers, identity.last_layer, identity.hidden_size)
-    aligner, why_not = _aligner(target, identity.hidden_size)
     for done, entry in enumerate(rows, start=1):
         reporter.progress("looking into states", done, len(rows))
-        shard = Shard.open(store.shard(entry.row), entry.row)
-        statistics.add(shard)
-        probe = Probe.of(shard, identity.vocab_size) if aligner else None
-        if aligner and probe:
-            aligner.add(probe)
-    if aligner:
-        reporter.stage("comparing them with the target's head", time.monotonic() - began)
-    alignment = aligner.result() if aligner else None
-    verdict = why_not or "cannot tell: no sample is long enough, with finite states"
-    if alignment is not None:
-        verdict, found = judge(alignment, [each.name for each in statistics.result()])
-        faults.extend(found)
-    statistics.report(faults)
-    return statistics.result(), alignment, verdict
+        statistics.add(Shard.open(store.shard(entry.row), entry.row))
+    return statistics
 
 
-def _aligner(target: Path | None, hidden_size: int) -> tuple[Aligner | None, str]:
-    if target is None:
-        return None, "not compared: there is no target to compare with"
+def compare(store: Store, target: Path, rows: Sequence[Entry]) -> tuple[Alignment | None, str, list[Fault]]:
+    """The states of some samples against the target's norm, head and embedding: None where that cannot be done; a
+    sentence about it; faults."""
+    identity = store.identity
     try:
         head = Head.of(target)
     except (HeadUnavailableError, CheckpointError) as error:
-        return None, f"cannot tell: {error.args[0]}"
-    if len(head.norm.weight) != hidden_size:
-        return None, f"cannot tell: the target's head takes {len(head.norm.weight)} values, a state has {hidden_size}"
-    return Aligner(head), ""
+        return None, f"not compared: {error.args[0]}", []
+    if len(head.norm.weight) != identity.hidden_size:
+        sizes = f"the target's head takes {len(head.norm.weight)} values, a state has {identity.hidden_size}"
+        return None, f"not compared: {sizes}", []
+    aligner = Aligner(head)
+    for entry in rows:
+        if probe := Probe.of(Shard.open(store.shard(entry.row), entry.row), identity.vocab_size):
+            aligner.add(probe)
+    alignment = aligner.result()
+    if alignment is None:
+        return None, "not compared: no sample is long enough, with finite states", []
+    return alignment, *judge(alignment, slot_names(identity.layers, identity.last_layer))
 
 
 def _show(

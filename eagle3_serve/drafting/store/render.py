@@ -126,4 +126,4 @@ def _end(report: Report) -> Iterator[str]:
         yield f"FAULT: {fault}"
         yield f"  what to do: {fault.remedy}"
     if not report.faults:
-        yield "no fault was found" + ("" if report.store.complete else " so far")
+        yield report.conclusion

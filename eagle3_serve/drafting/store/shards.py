@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle3_serve.core.errors import StoreError
+from eagle3_serve.drafting.store.faults import AGAIN
 
 PIECE_BYTES = 32 * 2**20  # of a piece in float32
 
@@ -38,11 +39,14 @@ class Shard:
             tokens, mask = file.get_tensor("token_ids"), file.get_tensor("loss_mask")
             shape = tuple(states.get_shape())
         except (OSError, SafetensorError) as error:
-            raise StoreError(f"{path.name} cannot be read as a sample: {error}") from error
+            raise StoreError(
+                f"{path.name} cannot be read as a sample: {error}", remedy="restore the file from a copy, or " + AGAIN
+            ) from error
         if len(shape) != 3 or tokens.shape != mask.shape or shape[:1] != tuple(tokens.shape):
             raise StoreError(
                 f"{path.name} has hidden_states {list(shape)}, token_ids {list(tokens.shape)} and loss_mask "
-                f"{list(mask.shape)}, not [T, K + 1, H], [T] and [T]"
+                f"{list(mask.shape)}, not [T, K + 1, H], [T] and [T]",
+                remedy="restore the file from a copy, or " + AGAIN,
             )
         return cls(path, row, tokens, mask, shape[1], shape[2], states.get_dtype(), states)
 

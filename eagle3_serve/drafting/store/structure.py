@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,21 @@ def read_store(directory: Path, faults: Faults) -> tuple[Store, dict[str, Any]]:
 
     Raises StoreError where `directory` is no store.
     """
-    found = read_store_file(directory)
+    if directory.is_file():
+        raise StoreError(
+            f"{directory} is a file, and a store is a directory", remedy=f"name the directory that has {STORE_FILE}"
+        )
+    try:
+        found = read_store_file(directory)
+    except StoreError as error:
+        raise StoreError(error.message, remedy=error.remedy or _RESTORE) from error
     try:
         return Store.open(directory), found
     except StoreError as error:
         try:
             identity = Identity.from_dict(found["identity"])
         except (TypeError, KeyError, ValueError):
-            raise error from None
+            raise StoreError(error.message, remedy=error.remedy or _RESTORE) from error
         faults.add("index", error.message, _RESTORE)
     try:
         skipped = tuple(read_skipped(directory))
@@ -183,10 +191,13 @@ def _totals(store: Store, found: dict[str, Any], faults: Faults) -> None:
         )
     file = store.directory / COUNTS_FILE
     try:
-        counts = torch.load(io.BytesIO(file.read_bytes()), weights_only=True)
-        counted = sum(counts.values())
-    except Exception as error:  # torch raises what it likes for a damaged file
-        faults.add("token-counts", f"{COUNTS_FILE} cannot be read: {error}", _REMAKE_DATASET)
+        counted = _counted(file)
+    except FileNotFoundError:
+        faults.add("token-counts", f"{COUNTS_FILE} is missing", _REMAKE_DATASET)
+        return
+    except Exception:  # torch raises what it likes, and its advice is to run what is in the file
+        sentence = f"{COUNTS_FILE} is damaged, or holds other things than counts of tokens; nothing in it was run"
+        faults.add("token-counts", sentence, _REMAKE_DATASET)
         return
     if counted != trained:
         faults.add(
@@ -194,6 +205,12 @@ def _totals(store: Store, found: dict[str, Any], faults: Faults) -> None:
             f"{COUNTS_FILE} counts {counted} trained tokens, {INDEX_FILE} {trained}",
             _REMAKE_DATASET,
         )
+
+
+def _counted(file: Path) -> int:
+    with warnings.catch_warnings(action="ignore"):
+        counts = torch.load(io.BytesIO(file.read_bytes()), weights_only=True)
+    return sum(int(count) for count in counts.values())
 
 
 class _Dataset:

@@ -11,6 +11,7 @@ _SURPRISED_NATS = 3.0
 _SHIFTED = (
     "nothing is shifted in a store (the training library shifts by itself): correct what took the states, then " + AGAIN
 )
+_ASCENDING = "states are in ascending order of layers, then the last layer's output: correct the order, then " + AGAIN
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
@@ -75,7 +76,7 @@ def _shifts(found: Alignment) -> Iterator[Fault]:
 
 
 def _order(found: Alignment, names: Sequence[str]) -> Iterator[Fault]:
-    """The last layer predicts best: a model is trained to that."""
+    """The last layer predicts best: a model is trained to that. The others follow each other."""
     best = max(found.states, key=lambda state: state.lead)
     if best.lead > 0:
         name = names[found.states.index(best)]
@@ -83,7 +84,20 @@ def _order(found: Alignment, names: Sequence[str]) -> Iterator[Fault]:
             "order",
             f"the state {name} predicts better than the last one ({best.score:.2f} nats against "
             f"{found.states[-1].score:.2f}): the states are in another order, or the last is not the last layer's",
-            "states are in ascending order of layers, then the last layer's output: correct the order, then " + AGAIN,
+            _ASCENDING,
+        )
+    elif (swap := found.inverted) and found.last_shift == 0 and not found.first_shift:
+        first, second = (found.states[slot] for slot in (swap.first, swap.second))
+        likeness = ""
+        if first.resemblance is not None and second.resemblance is not None:
+            likeness = (
+                f", and its cosine with the embedding is {first.resemblance:.2f} against {second.resemblance:.2f}"
+            )
+        yield Fault(
+            "order",
+            f"the states {names[swap.first]} and {names[swap.second]} look swapped: the first is the deeper layer by "
+            f"its numbers: it predicts at {first.score:.2f} nats against {second.score:.2f}{likeness}",
+            _ASCENDING,
         )
 
 

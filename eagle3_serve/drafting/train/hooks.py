@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -49,8 +49,9 @@ class StopSignal:
 class MetricsHandler(logging.Handler):
     """The library's metrics as records. Raises FailedError where the training makes no sense any more."""
 
-    def __init__(self, records: RecordWriter | None) -> None:
+    def __init__(self, records: RecordWriter | None, coverage: Sequence[float] = ()) -> None:
         super().__init__()
+        self._coverage = coverage
         self.before_training = False
         self._records = records
         self._pace = Pace()
@@ -62,7 +63,7 @@ class MetricsHandler(logging.Handler):
         if "train" in found:
             self._train(found, self._records)
         elif found.get("val"):
-            reading = library.reading(found["val"], "_epoch")
+            reading = library.reading(found["val"], "_epoch", self._coverage)
             epoch = BEFORE if self.before_training else found["epoch"]
             step = getattr(record, "step", 0)
             _require_finite(reading["loss"], "validation loss", step, epoch)
@@ -71,7 +72,7 @@ class MetricsHandler(logging.Handler):
 
     def _train(self, found: dict[str, Any], records: RecordWriter) -> None:
         metrics, step = found["train"], found["global_step"]
-        reading = library.reading(metrics)
+        reading = library.reading(metrics, coverage=self._coverage)
         _require_finite(reading["loss"], "loss", step, found["epoch"])
         rates = found["lr"] if isinstance(found["lr"], dict) else {"": found["lr"]}
         records.write(

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,13 @@ def command(job: Path, devices: int) -> list[str]:
     return [sys.executable, "-P", *launcher, "-m", WORKER, str(job)]
 
 
-def reading(metrics: Mapping[str, float], suffix: str = "") -> dict[str, Any]:
+def reading(metrics: Mapping[str, float], suffix: str = "", coverage: Sequence[float] = ()) -> dict[str, Any]:
     """Loss (the sum over the steps) and, by drafting step, how often it and all before it are right.
 
-    `suffix`: what the library puts after the names in validation ("_epoch").
+    `suffix`: what the library puts after the names in validation ("_epoch"). `coverage`: by drafting step, how often
+    its token and all before it are in the draft vocabulary. The library asks for the likeliest token of that
+    vocabulary and so counts as right what cannot be: its figure times the coverage counts tokens outside as wrong. That
+    is exact where it is right as often on both sides, and low where it is right more often on those it can propose.
     """
     steps = 0
     while f"full_acc_{steps}{suffix}" in metrics:
@@ -175,7 +178,9 @@ def reading(metrics: Mapping[str, float], suffix: str = "") -> dict[str, Any]:
     return {
         "loss": metrics[f"loss{suffix}"],
         "losses": [metrics[f"loss_{step}{suffix}"] for step in range(steps)],
-        "accuracy": [metrics[f"full_acc_{step}{suffix}"] for step in range(steps)],
+        "accuracy": [
+            metrics[f"full_acc_{step}{suffix}"] * (coverage[step] if coverage else 1.0) for step in range(steps)
+        ],
     }
 
 

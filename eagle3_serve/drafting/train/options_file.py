@@ -22,7 +22,7 @@ from eagle3_serve.config.keys import Key, Kind
 from eagle3_serve.config.leaves import is_plain
 from eagle3_serve.config.scalars import ScalarError, read_scalar
 from eagle3_serve.core.errors import ConfigError
-from eagle3_serve.drafting.train.options import TrainOptions
+from eagle3_serve.drafting.train.options import SHAPE, TrainOptions
 
 _KINDS = {int: Kind.INT, float: Kind.FLOAT, str: Kind.TEXT, bool: Kind.BOOL, Path: Kind.PATH}
 _NULL = yaml.ScalarNode("tag:yaml.org,2002:null", "")
@@ -135,6 +135,11 @@ def _read_flag(text: str, read: _Read) -> None:
 
 
 def _validated(read: _Read) -> TrainOptions | None:
+    if read.values.get("from") is not None:
+        for name in [each for each in SHAPE if read.values.get(each) is not None]:
+            del read.values[name]
+            place = read.places[name]
+            read.problems.append(f"{place}: delete {name}: `from` ({read.places['from']}) brings the drafter's shape")
     try:
         return TrainOptions.model_validate(read.values)
     except ValidationError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle3_serve.core.contract import AuxLayers
-from eagle3_serve.core.errors import ConfigError, StoreError
+from eagle3_serve.core.errors import ConfigError, PreflightError, StoreError
 from eagle3_serve.core.files import sha256_file
 from eagle3_serve.drafting.extract.store import Store
 from eagle3_serve.drafting.train import library
@@ -23,7 +23,8 @@ _DIGESTS = 16
 class Split:
     """Which rows are trained on (the first ones) and which are measured, and what is in them.
 
-    `cut_samples`, `cut_tokens`: what is longer than a step and so not seen.
+    `measured_tokens`: of the validation tokens those in the loss; `cut_samples`, `cut_tokens`: what is longer than a
+    step and so not seen.
     """
 
     train: int
@@ -31,6 +32,7 @@ class Split:
     train_tokens: int
     trained_tokens: int
     validation_tokens: int
+    measured_tokens: int
     cut_samples: int
     cut_tokens: int
 
@@ -103,7 +105,7 @@ class Plan:
 
 
 def make_plan(store_dir: Path, target_dir: Path, out: Path, options: TrainOptions, device: Device) -> Plan:
-    """Raises StoreError, CheckpointError, ContractError and ConfigError; nothing is written."""
+    """Raises StoreError, CheckpointError, ContractError, ConfigError and PreflightError; nothing is written."""
     store = Store.open(store_dir)
     store.require_complete()
     store.require_target(target_dir)
@@ -169,6 +171,7 @@ def split(store: Store, options: TrainOptions) -> Split:
         train_tokens=sum(entry.tokens for entry in first),
         trained_tokens=sum(entry.trained for entry in first),
         validation_tokens=sum(entry.tokens for entry in last),
+        measured_tokens=sum(entry.trained for entry in last),
         cut_samples=len(over),
         cut_tokens=sum(over),
     )
@@ -179,9 +182,9 @@ def _use_cuda(device: Device, options: TrainOptions) -> bool:
 
     count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and not count:
-        raise ConfigError("there is no CUDA device that this torch can use", remedy="--device cpu, or auto")
+        raise PreflightError("there is no CUDA device that this torch can use", remedy="--device cpu, or auto")
     if options.devices > 1 and count < options.devices:
-        raise ConfigError(
+        raise PreflightError(
             f"devices is {options.devices}, and there are {count} CUDA devices",
             remedy="--set devices=N with as many as there are",
         )

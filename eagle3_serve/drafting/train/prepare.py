@@ -16,6 +16,7 @@ from eagle3_serve.core.files import write_atomic, write_json_atomic
 from eagle3_serve.drafting.draft.convert import Request, convert_draft
 from eagle3_serve.drafting.draft.layouts import Goal
 from eagle3_serve.drafting.draft.vocab import DraftVocab
+from eagle3_serve.drafting.extract.dataset import read_tokens
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.plan import Plan
 from eagle3_serve.drafting.train.verifier import write_verifier
@@ -23,10 +24,12 @@ from eagle3_serve.drafting.train.verifier import write_verifier
 
 @dataclass(frozen=True)
 class Prepared:
-    """`coverage`: part of the store's trained tokens that the drafter can propose at all."""
+    """`coverage`: part of the store's trained tokens that the drafter can propose at all. `validation`: by drafting
+    step, of the runs of so many trained tokens in the validation part those of which it can propose every token."""
 
     draft_vocab_size: int
     coverage: float
+    validation: tuple[float, ...]
 
 
 def prepare(plan: Plan) -> Prepared:
@@ -45,7 +48,24 @@ def prepare(plan: Plan) -> Prepared:
     _write_vocabulary(vocab, files)
     known = set(vocab.target_ids)
     covered = sum(count for token, count in counts.items() if token in known)
-    return Prepared(len(vocab), covered / sum(counts.values()))
+    return Prepared(len(vocab), covered / sum(counts.values()), validation_coverage(plan, vocab))
+
+
+def validation_coverage(plan: Plan, vocab: DraftVocab) -> tuple[float, ...]:
+    """As `Prepared.validation`; where no run is so long, the figure of the step before. Raises StoreError."""
+    inside, steps = vocab.t2d, plan.options.ttt_steps
+    trained, known = [0] * steps, [0] * steps
+    for entry in plan.store.entries[plan.split.train :]:
+        tokens, mask = (each[: plan.options.tokens_per_step] for each in read_tokens(plan.store.shard(entry.row)))
+        in_loss = mask.bool()
+        proposable = in_loss & inside[tokens]
+        for step in range(min(steps, len(tokens))):
+            trained[step] += int(in_loss.unfold(0, step + 1, 1).all(-1).sum())
+            known[step] += int(proposable.unfold(0, step + 1, 1).all(-1).sum())
+    shares: list[float] = []
+    for of, hits in zip(trained, known, strict=True):
+        shares.append(hits / of if of else (shares[-1] if shares else 1.0))
+    return tuple(shares)
 
 
 def _initial(plan: Plan, directory: Path) -> DraftVocab:

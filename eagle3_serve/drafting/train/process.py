@@ -41,6 +41,7 @@ class TrainingProcess:
     def __init__(self, process: subprocess.Popen[bytes], lifeline: int) -> None:
         self._process = process
         self._lifeline = lifeline
+        self._asked = False
 
     @classmethod
     def start(
@@ -73,16 +74,21 @@ class TrainingProcess:
         return self._process.poll()
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the trainer alone: processes that read data for it must outlive the checkpoint it writes."""
+        """SIGTERM, once, to the trainer alone: processes that read data for it must outlive the checkpoint it writes.
+
+        May be called by a signal handler."""
+        if self._asked:
+            return
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
+                self._asked = True
                 child.send_signal(signal.SIGTERM)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """Ask it to stop; end the whole group after `grace_s` seconds or once `hurry()` is true."""
-        self.ask_to_stop()
         deadline = time.monotonic() + grace_s
         while self.exit_code() is None and time.monotonic() < deadline and not hurry():
+            self.ask_to_stop()  # the guard may not have started it before
             time.sleep(_POLL_S)
         self.close()
 

@@ -55,7 +55,11 @@ def training_facts(plan: Plan, prepared: Prepared, history: History, epoch: int)
         "tool": f"eagle3-serve {__version__}",
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **plan.facts(),
-        "vocabulary": {"size": prepared.draft_vocab_size, "coverage": round(prepared.coverage, 6)},
+        "vocabulary": {
+            "size": prepared.draft_vocab_size,
+            "coverage": round(prepared.coverage, 6),
+            "validation_coverage": [round(each, 6) for each in prepared.validation],
+        },
         "epoch": trained + 1,
         "steps": history.validation[trained]["step"] if trained in history.validation else len(history.train),
         "before": _measured(history.validation.get(BEFORE)),

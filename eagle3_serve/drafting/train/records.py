@@ -7,7 +7,8 @@ Every line has a `kind`:
     checkpoint  epoch, step, step_in_epoch (0: the epoch is done)
     failed      reason (nonfinite, samples, memory, disk, error), text
     end         the process came to its end
-`loss` is the sum of `losses`, one a drafting step; `accuracy[k]`: how often the steps 0 to k are all right.
+`loss` is the sum of `losses`, one a drafting step; `accuracy[k]`: how often the steps 0 to k are all right, where
+a token outside the draft vocabulary is a wrong one (`library.reading`).
 """
 
 from __future__ import annotations
@@ -89,13 +90,18 @@ class History:
                 self.validation[record["epoch"]] = record
 
     def best_epoch(self, epochs: Iterable[int]) -> int | None:
-        """Of `epochs` the one whose drafts are right most often, the earlier of equals; None if none was measured."""
+        """Of `epochs` the one whose drafts are right most often; of equals the one with the lower loss, then the
+        earlier; None if none was measured."""
         measured = [
-            (-expected_accept_length(self.validation[epoch]["accuracy"]), epoch)
+            (
+                -round(expected_accept_length(self.validation[epoch]["accuracy"]), 9),
+                self.validation[epoch]["loss"],
+                epoch,
+            )
             for epoch in epochs
             if epoch in self.validation
         ]
-        return min(measured)[1] if measured else None
+        return min(measured)[-1] if measured else None
 
 
 def expected_accept_length(accuracy: Iterable[float]) -> float:

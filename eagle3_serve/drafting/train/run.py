@@ -1,7 +1,7 @@
 """`train`: from a store of hidden states to a drafter that SGLang serves.
 
-    options -> plan (every cheap check) -> OUT claimed -> what the library is handed -> its process, followed to the end
-            -> the best checkpoint in SGLang's layout, checked
+    options -> plan (every cheap check) -> the store looked into -> OUT claimed -> what the library is handed
+            -> its process, followed to the end -> the best checkpoint in SGLang's layout, checked
 
 OUT: run.json and train.yaml (what the run is), train.log, metrics.jsonl, training.png, checkpoints/, drafter/, and
 work/, which every process makes anew and a finished run has no longer.
@@ -31,14 +31,17 @@ from eagle3_serve.drafting.train.job import reason_of
 from eagle3_serve.drafting.train.options import SHAPE, TrainOptions
 from eagle3_serve.drafting.train.plan import Plan, same_run
 from eagle3_serve.drafting.train.plot import write_plot
-from eagle3_serve.drafting.train.prepare import prepare
+from eagle3_serve.drafting.train.prepare import Prepared, prepare
 from eagle3_serve.drafting.train.publish import DRAFTER, RECORD_FILE, publish
 from eagle3_serve.drafting.train.records import BEFORE, History
+from eagle3_serve.drafting.train.soundness import require_sound
 
 RUN_FILE, OPTIONS_FILE = "run.json", "train.yaml"
 # What may be there of a run that failed before the library's first record.
 _OWN = {RUN_FILE, OPTIONS_FILE, LOG_FILE, ".lock", "work", "checkpoints"}
 _ORPHAN_ENDS_S, _POLL_S = 5.0, 0.1
+# Below these a training is worth a warning: part of the tokens, and how many.
+_COVERAGE, _MEASURED = 0.9, 500
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Trained:
 
 def train(plan: Plan, reporter: Reporter, *, resume: bool) -> Trained:
     """Train and publish. Raises ConfigError for an OUT that holds another run, StoreError, CheckpointError,
-    TrainingError, DiskFullError."""
+    TrainingError, DiskFullError, and InterruptedLoadError or TerminatedLoadError where a signal stopped it."""
+    require_sound(plan, reporter)
     with _claimed(plan.out) as lock, _disk(plan.out):
         begun = _begin(plan, resume=resume)
         done = plan.out / DRAFTER / RECORD_FILE
@@ -68,7 +72,9 @@ def train(plan: Plan, reporter: Reporter, *, resume: bool) -> Trained:
             draft_vocab_size=prepared.draft_vocab_size,
             coverage=prepared.coverage,
         )
-        history = follow(plan, reporter, lock=lock, validate=_to_measure_first(plan))
+        if min(prepared.coverage, prepared.validation[0]) < _COVERAGE:
+            reporter.event("warning", _coverage_text(prepared))
+        history = follow(plan, reporter, lock=lock, validate=_to_measure_first(plan), coverage=prepared.validation)
         write_plot(plan.out / "training.png", history)
         facts = publish(plan, prepared, history)
         shutil.rmtree(plan.work, ignore_errors=True)  # of a large target gigabytes
@@ -129,6 +135,20 @@ def _warn(plan: Plan, reporter: Reporter) -> None:
             f"{split.cut_samples} samples are longer than tokens_per_step ({plan.options.tokens_per_step}): "
             f"{split.cut_tokens} tokens at their ends are not seen",
         )
+    if split.measured_tokens < _MEASURED:
+        reporter.event(
+            "warning",
+            f"validation measures {split.measured_tokens} tokens: too few to tell one epoch from another; raise "
+            "validation_share, or extract more",
+        )
+
+
+def _coverage_text(prepared: Prepared) -> str:
+    return (
+        f"the draft vocabulary of {prepared.draft_vocab_size} tokens has {prepared.coverage:.1%} of the tokens trained "
+        f"on and {prepared.validation[0]:.1%} of those measured: the drafter is wrong on all others; raise "
+        "draft_vocab_size"
+    )
 
 
 @contextmanager

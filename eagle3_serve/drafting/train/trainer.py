@@ -41,7 +41,7 @@ class AdaptedTrainer(Trainer):  # type: ignore[misc]
             self.checkpointer.save_checkpoint, float_dtype=torch.float32
         )
         self.stop = StopSignal()
-        self.metrics = MetricsHandler(records)
+        self.metrics = MetricsHandler(records, job.coverage)
         # Here, because the library sets its loggers up anew before it makes its trainer.
         logging.getLogger("speculators.metrics").addHandler(self.metrics)
         logging.getLogger("speculators.metrics").propagate = False

@@ -29,8 +29,9 @@ def standardize(request: Request, reporter: Reporter) -> Report:
     """Read every sample of the source, check it, write it; bad ones are skipped and listed.
 
     Emits one event a stage and `standardized` with the report's facts at the end. Raises StoreError (source of an
-    unknown format, states that are not what `--layers` says, nothing usable), CheckpointError and ContractError (the
-    target), DiskFullError (resumable), and, once the store is finished, PartialResultError if samples were skipped.
+    unknown format, states that are not what `--layers` says or not those of their tokens, nothing usable),
+    CheckpointError and ContractError (the target), DiskFullError (resumable), and, once the store is finished,
+    PartialResultError if samples were skipped.
     """
     from eagle3_serve.drafting.store.standardize.run import run  # noqa: PLC0415 - torch
 

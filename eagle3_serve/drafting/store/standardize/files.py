@@ -7,14 +7,14 @@ import hashlib
 import io
 import pickle
 import re
-import zlib
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from eagle3_serve.core.errors import StoreError
 from eagle3_serve.drafting.extract.store import SampleError
@@ -95,7 +95,7 @@ def list_files(source: Path) -> Listing:
     try:
         found = [file for file in root.rglob("*") if file.is_file()] if source.is_dir() else [source]
     except OSError as error:
-        raise StoreError(f"{source} cannot be read: {error.strerror}") from error
+        raise StoreError(f"{source} cannot be read: {error.strerror}", remedy="make it readable") from error
     files: list[Path] = []
     others: dict[str, int] = {}
     for file in found:
@@ -124,17 +124,24 @@ def load(file: Path) -> Any:
     SampleError.
     """
     try:
-        if file.name.endswith(SAFETENSORS):
-            with safe_open(file, framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no iterator
-        if file.name.endswith(".gz"):
-            with gzip.open(file, "rb") as packed:
-                return torch.load(io.BytesIO(packed.read()), map_location="cpu", weights_only=True)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
+        with warnings.catch_warnings(action="ignore"):
+            return _load(file)
     except pickle.UnpicklingError as error:
         raise SampleError(_refusal(file, str(error))) from error
-    except (SafetensorError, OSError, EOFError, zlib.error, RuntimeError, ValueError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # torch and pickle take bytes as they come, and raise what those lead to
         raise SampleError(f"{file.name} is damaged or no file of its kind: {_first_line(error)}") from error
+
+
+def _load(file: Path) -> Any:
+    if file.name.endswith(SAFETENSORS):
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no iterator
+    if file.name.endswith(".gz"):
+        with gzip.open(file, "rb") as packed:
+            return torch.load(io.BytesIO(packed.read()), map_location="cpu", weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
 
 
 def _can_be_mapped(file: Path) -> bool:
@@ -146,7 +153,8 @@ def _can_be_mapped(file: Path) -> bool:
 def _refusal(file: Path, message: str) -> str:
     wanted = re.search(r"GLOBAL ([\w.]+)|[Gg]lobal:? ([\w.]+)", message)
     if wanted is None:
-        return f"{file.name} is damaged or no file of its kind: {message.splitlines()[0]}"
+        # torch's own words advise to run what is in the file.
+        return f"{file.name} is damaged or no file of its kind: nothing that torch.save wrote"
     name = wanted[1] or wanted[2]
     return (
         f"{file.name} is a pickle that wants to call {name}, and code in a file is never run here: save plain tensors, "
@@ -155,7 +163,8 @@ def _refusal(file: Path, message: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    line = next(iter(str(error).splitlines()), "")
+    return line if line and not isinstance(error, LookupError) else f"{type(error).__name__} {line}".strip()
 
 
 def some(names: Iterable[object], most: int = 8) -> str:

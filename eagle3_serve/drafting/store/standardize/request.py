@@ -69,7 +69,8 @@ class Request:
 @dataclass(frozen=True)
 class Report:
     """What was done. `written`: by this run; `present`: already in the store when it began; `notes`: the conversions
-    and decisions, as sentences; `skipped`: (sample, reason)."""
+    and decisions, as sentences; `skipped`: (sample, reason); `alignment`: a sentence on whether the states are those of
+    their tokens."""
 
     destination: Path
     format: Format
@@ -79,6 +80,7 @@ class Report:
     tokens: int
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    alignment: str
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
@@ -91,4 +93,5 @@ class Report:
             "tokens": self.tokens,
             "skipped": [{"sample": sample, "reason": reason} for sample, reason in self.skipped],
             "notes": list(self.notes),
+            "alignment": self.alignment,
         }

@@ -11,8 +11,9 @@ import torch
 from eagle3_serve import __version__
 from eagle3_serve.core.errors import ConfigError, DiskFullError, PartialResultError, StoreError
 from eagle3_serve.core.reporter import Reporter
-from eagle3_serve.drafting.extract.store import SampleError, StoreWriter
+from eagle3_serve.drafting.extract.store import SampleError, Store, StoreWriter
 from eagle3_serve.drafting.extract.store_files import LOCK_FILE, STORE_FILE
+from eagle3_serve.drafting.store.inspect import compare, spread
 from eagle3_serve.drafting.store.standardize.checks import Chosen, build, choose
 from eagle3_serve.drafting.store.standardize.decide import decide_last
 from eagle3_serve.drafting.store.standardize.files import Item
@@ -23,6 +24,7 @@ from eagle3_serve.drafting.store.standardize.target import Target
 # What the source is, is told by so many good samples; looked for among the first so many, and so many all over it.
 _JUDGED = 4
 _SPREAD = 12
+_COMPARED = 16  # samples of the finished store
 _TOLD = 20  # skipped samples that are told of at once
 
 
@@ -50,6 +52,7 @@ def run(request: Request, reporter: Reporter) -> Report:
         with _writer(request, plan) as writer:
             present = len(writer.entries)
             skipped = tuple(_write_all(plan, writer, reporter))
+            alignment = _require_aligned(request, reporter)
             reporter.stage("writing the dataset", 0.0)
             writer.finish()
     except DiskFullError as error:
@@ -65,6 +68,7 @@ def run(request: Request, reporter: Reporter) -> Report:
         tokens=sum(entry.tokens for entry in writer.entries),
         skipped=skipped,
         notes=plan.notes,
+        alignment=alignment,
     )
     _tell(report, reporter)
     return report
@@ -74,6 +78,10 @@ def make_plan(request: Request) -> Plan:
     """Raises the errors of `standardize` that come before anything is written."""
     if request.dtype not in DTYPES:
         raise ConfigError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}")
+    if request.destination.exists() and not request.destination.is_dir():
+        raise StoreError(
+            f"{request.destination} is a file, and a store is a directory", remedy="name another destination"
+        )
     if _contains(request.source, request.destination):
         raise StoreError(
             f"{request.destination} is {request.source} or inside it", remedy="write into a directory of its own"
@@ -138,7 +146,7 @@ def _writer(request: Request, plan: Plan) -> StoreWriter:
         "source_format": str(plan.source.format),
         "source_files": len(plan.source.listing.files),
         "source_digest": plan.source.listing.digest(),
-        "target": str(request.target.resolve()),
+        "target_path": str(request.target.absolute()),
         "conversions": list(plan.notes),
     }
     return StoreWriter.create(request.destination, identity, settings, about)
@@ -164,6 +172,23 @@ def _write_all(plan: Plan, writer: StoreWriter, reporter: Reporter) -> Iterator[
     reporter.progress("samples", len(plan.items), len(plan.items))
     if told > _TOLD:
         reporter.event("warning", f"{told - _TOLD} more were skipped; all are listed in the store")
+
+
+def _require_aligned(request: Request, reporter: Reporter) -> str:
+    """What the target's norm and head say of some samples, all over the store. Raises StoreError where they find that
+    states and tokens do not belong together, before the store is complete: nothing then trains on it."""
+    reporter.progress("comparing states with the target's head", 0, 1)
+    store = Store.open(request.destination)
+    _, verdict, faults = compare(store, request.target, spread(store.entries, _COMPARED))
+    # Whether the last state is after the norm was decided before, with all of the source's rows at hand.
+    wrong = [fault for fault in faults if fault.kind != "after-norm"]
+    if wrong:
+        raise StoreError(
+            f"the states are wrong: {wrong[0]}. {request.destination} was left, not complete: do not train on it",
+            remedy="mend the source, then write into another directory",
+        )
+    reporter.event("alignment", f"alignment: {verdict}", verdict=verdict)
+    return verdict
 
 
 def _tell(report: Report, reporter: Reporter) -> None:

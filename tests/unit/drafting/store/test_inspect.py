@@ -14,6 +14,7 @@ from eagle3_serve.core.errors import ConfigError, StoreError
 from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.extract.store_files import shard_file
 from eagle3_serve.drafting.store.inspect import Report, Request, inspect
+from eagle3_serve.drafting.store.shards import Shard
 from tests.unit.drafting.store.synthetic import TEXTS, Change, Target, rewrite, write_store, write_target
 
 
@@ -118,6 +119,17 @@ def test_states_in_reversed_order_are_found_because_the_last_predicts_worse(targ
     assert "layer 2 predicts better than the last one" in next(f.sentence for f in report.faults if f.kind == "order")
 
 
+@pytest.mark.parametrize(("slots", "names"), [([1, 0, 2, 3], "layer 2 and layer 5"), ([0, 2, 1, 3], None)])
+def test_two_states_that_are_clearly_swapped_are_named(
+    slots: list[int], names: str | None, target: Target, tmp_path: Path
+) -> None:
+    report = look(write_store(tmp_path / "store", target, change=lambda _row, states: states[:, slots]))
+    found = [fault.sentence for fault in report.faults]
+    # The made-up target's second and third state differ little, and predict nothing: no claim.
+    assert len(found) == (names is not None)
+    assert all(f"the states {names} look swapped" in sentence for sentence in found)
+
+
 def test_a_state_stored_twice_is_found(target: Target, tmp_path: Path) -> None:
     report = look(write_store(tmp_path / "store", target, change=lambda _row, states: states[:, [0, 1, 1, 3]]))
     assert [fault.sentence for fault in report.faults] == [
@@ -135,6 +147,7 @@ def test_a_target_that_predicts_nothing_is_no_fault_of_the_store(target: Target,
     report = look(store)
     assert report.faults == ()
     assert report.verdict.startswith("cannot tell")
+    assert report.conclusion.endswith("could not be told (see alignment)")
 
 
 def test_an_untrained_target_with_tied_embeddings_is_not_taken_for_a_shift(tmp_path: Path) -> None:
@@ -174,6 +187,8 @@ def test_without_a_target_ids_are_shown_and_the_rest_is_still_checked(tmp_path: 
     report = look(store)
     assert report.faults == ()
     assert "name its directory with --target" in report.notes[0]
+    assert f"; alignment was not compared: the target ({target.directory}) is not here" in report.conclusion
+    assert report.as_dict()["alignment"]["compared"] is False
     assert report.shown[0].spans[0].text.startswith("256 87 104")
     assert report.statistics[0].rows > 0
 
@@ -184,7 +199,7 @@ def test_a_store_without_a_sample_is_described(target: Target, tmp_path: Path) -
     report = look(store)
     assert report.faults == ()
     assert report.looked_into == ()
-    assert report.verdict.startswith("cannot tell")
+    assert report.verdict.startswith("not compared: no sample is long enough")
     assert "8 shards without a line" in " ".join(report.notes)
     json.dumps(report.as_dict(), allow_nan=False)
 
@@ -247,6 +262,17 @@ def stale_counts(store: Path) -> None:
     torch.save({1: 3}, store / "token_freq.pt")
 
 
+class _Call:
+    """What a pickle would run."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("run",)
+
+
+def counts_that_run(store: Path) -> None:
+    torch.save({1: _Call()}, store / "token_freq.pt")
+
+
 def no_dataset(store: Path) -> None:
     (store / "state.json").unlink()
 
@@ -266,6 +292,9 @@ def no_dataset(store: Path) -> None:
         (zeros, {"zero", "digest"}, "is all zero at some token in row 3"),
         (repeated, {"repeated", "digest"}, "in row 3 positions 10 and 20 are the same"),
         (stale_counts, {"token-counts"}, "counts 3 trained tokens"),
+        (counts_that_run, {"token-counts"}, "holds other things than counts of tokens; nothing in it was run"),
+        (lambda store: (store / "token_freq.pt").write_bytes(b"h\0."), {"token-counts"}, "is damaged, or holds"),
+        (lambda store: (store / "token_freq.pt").unlink(), {"token-counts"}, "token_freq.pt is missing"),
         (no_dataset, {"dataset"}, "cannot be read"),
     ],
 )
@@ -281,6 +310,9 @@ def test_every_damage_is_found_and_named(
 def test_a_sample_of_the_store_is_looked_into_evenly_and_the_row_that_was_asked_for(store: Path) -> None:
     report = look(store, samples=3, row=2)
     assert report.looked_into == (0, 2, 4, 7)
+    assert report.conclusion == (
+        "no fault was found; states and digests were looked into in 4 of 8 samples (--all: in every one)"
+    )
     assert [shown.entry.row for shown in report.shown] == [2]
     assert "⇥return self.value + 1↵\n<|im_end|>" in report.shown[0].spans[1].text
 
@@ -293,6 +325,28 @@ def test_a_row_that_is_not_there_is_refused(store: Path) -> None:
 def test_what_is_no_store_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="standardize"):
         look(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("a.txt", "", "a.txt is a file"), ("store.json", "{", "cannot be read"), ("store.json", "{}", "cannot be read")],
+)
+def test_what_is_no_store_for_another_reason_is_one_error_with_a_remedy(
+    name: str, content: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(StoreError, match=words) as caught:
+        look(tmp_path / name if name == "a.txt" else tmp_path)
+    assert caught.value.remedy
+
+
+def test_a_shard_that_is_no_sample_is_an_error_with_a_remedy(store: Path) -> None:
+    rows_missing(store)
+    for break_it in (lambda: None, lambda: shard_file(store, 3).write_text("no tensors")):
+        break_it()
+        with pytest.raises(StoreError) as caught:
+            Shard.open(shard_file(store, 3), 3)
+        assert "restore the file" in caught.value.remedy
 
 
 def test_the_json_form_has_every_fact_and_no_nan(store: Path) -> None:

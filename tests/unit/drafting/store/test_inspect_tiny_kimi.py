@@ -92,3 +92,14 @@ def test_two_samples_that_were_swapped_are_named(samples: list[Sample], tmp_path
 def test_the_output_of_an_earlier_layer_in_the_last_place_is_found(samples: list[Sample], tmp_path: Path) -> None:
     report = look(tmp_path / "store", samples, lambda _row, states: states[:, [0, 3, 2, 1]])
     assert [fault.kind for fault in report.faults] == ["order"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "names"), [([1, 0, 2, 3], "layer 2 and layer 30"), ([0, 2, 1, 3], "layer 30 and layer 58")]
+)
+def test_two_layers_that_were_swapped_are_named(
+    slots: list[int], names: str, samples: list[Sample], tmp_path: Path
+) -> None:
+    report = look(tmp_path / "store", samples, lambda _row, states: states[:, slots])
+    assert [fault.kind for fault in report.faults] == ["order"]
+    assert f"the states {names} look swapped" in report.faults[0].sentence

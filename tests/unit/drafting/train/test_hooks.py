@@ -101,6 +101,7 @@ def test_the_library_cannot_swallow_a_stop_as_one_of_its_own_errors() -> None:
         ("OutOfMemoryError: CUDA out of memory", "memory"),
         ("OSError: [Errno 28] No space left on device", "disk"),
         ("SafetensorError: Error while serializing: I/O error: No space left on device (os error 28)", "disk"),
+        ("RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 128 vs 22", "disk"),
         ("RuntimeError: shapes", "error"),
     ],
 )
@@ -109,6 +110,6 @@ def test_why_a_process_failed_is_read_off_its_error(text: str, reason: str) -> N
 
 
 def test_a_job_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    job = Job(["--lr", "1"], "m", cpu=True, validate=BEFORE)
+    job = Job(["--lr", "1"], "m", cpu=True, validate=BEFORE, coverage=[0.5])
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job

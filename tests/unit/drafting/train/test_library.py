@@ -107,6 +107,7 @@ def test_metrics_are_read_by_position_in_training_and_validation() -> None:
     expected = {"loss": 3.0, "losses": [1.0, 2.0], "accuracy": [0.5, 0.25]}
     assert library.reading(metrics) == expected
     assert library.reading({f"{name}_epoch": value for name, value in metrics.items()}, "_epoch") == expected
+    assert library.reading(metrics, coverage=[0.5, 0.1])["accuracy"] == [0.25, 0.025]
 
 
 def test_several_devices_are_launched_by_torchrun(tmp_path: Path) -> None:

@@ -58,9 +58,12 @@ def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
     assert load_options(None, ["from=a drafter"]).initial == Path.cwd() / "a drafter"
 
 
-def test_a_drafter_that_is_trained_further_leaves_no_choice_of_its_shape() -> None:
-    with pytest.raises(ConfigError, match="from brings the drafter's shape, so it leaves no choice of fc_norm, heads"):
-        load_options(None, ["from=x", "heads=4", "fc_norm=true"])
+def test_a_drafter_that_is_trained_further_leaves_no_choice_of_its_shape(tmp_path: Path) -> None:
+    file = written(tmp_path, "lr: 1e-3\nheads: 4\n")
+    with pytest.raises(ConfigError) as caught:
+        load_options(file, ["from=x", "fc_norm=true"])
+    assert f"{file}:2: delete heads: `from` (--set from=x) brings the drafter's shape" in caught.value.message
+    assert "--set fc_norm=true: delete fc_norm" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from eagle3_serve.core.errors import ConfigError, StoreError
+from eagle3_serve.core.errors import ConfigError, PreflightError, StoreError
 from eagle3_serve.drafting.extract.store import StoreWriter
 from eagle3_serve.drafting.train.options import TrainOptions
 from eagle3_serve.drafting.train.plan import Plan, make_plan, same_run, split
@@ -127,8 +128,14 @@ def test_planning_writes_nothing(plan: Plan) -> None:
 
 def test_more_devices_than_there_are_is_refused(store: Path, tmp_path: Path) -> None:
     options = OPTIONS.model_copy(update={"devices": 2})
-    with pytest.raises(ConfigError, match="devices is 2, and there are 0"):
+    with pytest.raises(PreflightError, match="devices is 2, and there are 0"):
         make_plan(store, TARGET, tmp_path / "out", options, "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_cuda_device_that_is_not_there_is_this_machines_fault(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="there is no CUDA device"):
+        make_plan(store, TARGET, tmp_path / "out", OPTIONS, "cuda")
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused(store: Path, tmp_path: Path) -> None:

@@ -48,6 +48,19 @@ def test_a_vocabulary_too_small_for_the_store_says_what_it_covers(store: Path, t
     options = TrainOptions(draft_vocab_size=KNOWN // 4, validation_share=0.25)
     prepared = prepare(make_plan(store, TARGET, tmp_path / "out", options, "cpu"))
     assert 0.25 < prepared.coverage < 1
+    assert len(prepared.validation) == options.ttt_steps
+    assert 1 > prepared.validation[0] > prepared.validation[1]
+
+
+def test_a_vocabulary_of_one_token_is_right_as_often_as_that_token_comes(store: Path, tmp_path: Path) -> None:
+    options = TrainOptions(draft_vocab_size=1, validation_share=0.25)
+    plan = make_plan(store, TARGET, tmp_path / "out", options, "cpu")
+    prepared = prepare(plan)
+    (token,) = np.load(plan.files.t2d).nonzero()[0].tolist()
+    measured = [plan.store.sample(row) for row in (6, 7)]
+    trained = [token_id for each in measured for token_id in each.token_ids[each.loss_mask.bool()].tolist()]
+    assert prepared.validation[0] == pytest.approx(trained.count(token) / len(trained))
+    assert prepared.validation[1:] == (0, 0)  # no token follows itself
 
 
 def test_a_drafter_that_is_trained_further_keeps_its_vocabulary(store: Path, tmp_path: Path) -> None:

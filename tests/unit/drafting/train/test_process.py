@@ -48,6 +48,18 @@ def test_a_trainer_that_is_asked_to_stop_ends_in_its_own_way(tmp_path: Path) -> 
     assert process.exit_code() == 75
 
 
+def test_a_trainer_is_asked_once_however_often_it_is_called_for(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys, time\nasked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+        "print('ready', flush=True)\nwhile not asked: time.sleep(0.02)\ntime.sleep(0.5)\nsys.exit(len(asked))\n"
+    )
+    process = start(program, tmp_path)
+    process.ask_to_stop()
+    process.ask_to_stop()
+    process.stop(grace_s=20)
+    assert process.exit_code() == 1
+
+
 def test_a_trainer_that_does_not_stop_is_ended(tmp_path: Path) -> None:
     process = start(STUBBORN, tmp_path)
     begun = time.monotonic()

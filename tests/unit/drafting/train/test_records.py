@@ -70,6 +70,12 @@ def test_the_best_epoch_has_the_most_right_drafts_among_the_checkpoints_there() 
     assert history.best_epoch([7]) is None
 
 
+def test_of_epochs_as_often_right_the_one_with_the_lower_loss_is_the_best() -> None:
+    history = History()
+    history.add_all([measured(0, [0.1, 0.2]), measured(1, [0.2, 0.1]) | {"loss": 0.5}, measured(2, [0.3, 0.0])])
+    assert history.best_epoch([0, 1, 2]) == 1
+
+
 def test_the_expected_accept_length_counts_the_bonus_token() -> None:
     assert expected_accept_length([0.5, 0.25, 0.125]) == pytest.approx(1.875)
     assert expected_accept_length([]) == 1

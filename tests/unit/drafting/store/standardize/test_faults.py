@@ -200,6 +200,20 @@ def test_a_damaged_file_is_a_reason_and_no_traceback(place: Workplace, name: str
         place.run()
 
 
+def test_one_file_of_junk_among_good_ones_is_skipped_and_listed_whatever_torch_raises(place: Workplace) -> None:
+    write_specforge(place.source, {0: made(0)})
+    # struct.error, IndexError, KeyError, EOFError, and torch's advice to run the file.
+    junk = [b"\x80\x02(X\x05", b".", b"h\x00.", b"", b"\x00\xffjunk" * 9]
+    for number, content in enumerate(junk):
+        (place.source / f"a{number}.ckpt").write_bytes(content)
+    with pytest.raises(PartialResultError, match="5 of 6 samples were skipped"):
+        place.run()
+    reasons = [each.reason for each in place.store().skipped]
+    assert len(place.store()) == 1
+    assert all("is damaged or no file of its kind" in reason for reason in reasons)
+    assert not any("weights_only" in reason for reason in reasons)
+
+
 def test_a_file_cut_short_is_skipped(place: Workplace) -> None:
     write_specforge(place.source, {0: made(0), 1: made(1), 2: made(2)})
     file = place.source / "rows_0-2000" / "data_1.ckpt"

@@ -23,6 +23,7 @@ def test_the_store_belongs_to_the_target_and_says_where_it_came_from(place: Work
     assert (identity.layers, identity.last_layer, identity.dtype) == ((2, 30, 58), 60, "bfloat16")
     assert (identity.sglang, identity.overlay, identity.chat_template) == (None, None, None)
     about = store.about
+    assert about["target_path"] == str(TARGET)
     assert about["source"] == str(place.source.resolve())
     assert (about["source_format"], about["source_files"]) == ("specforge", 1)
     assert about["source_digest"].startswith("sha256:")
@@ -95,6 +96,14 @@ def test_a_directory_with_other_things_is_not_written_into(place: Workplace) -> 
     with pytest.raises(StoreError, match="neither empty nor a store"):
         place.run()
     assert (place.destination / "precious.txt").read_text() == "mine"
+
+
+def test_a_destination_that_is_a_file_is_refused_and_kept(place: Workplace) -> None:
+    write_specforge(place.source, {0: made(0)})
+    place.destination.write_text("mine")
+    with pytest.raises(StoreError, match="is a file, and a store is a directory"):
+        place.run()
+    assert place.destination.read_text() == "mine"
 
 
 def test_float32_states_are_kept_as_they_are_with_dtype(place: Workplace) -> None:
