@@ -1,8 +1,8 @@
 """Are the drafter's states in ascending order of layers? Told by two measures that go with depth.
 
 The deeper a layer, the less its output resembles the embedding of its own token, and the better norm and head predict
-the next one from it. Neither is a law: a swap is named where both say so clearly, or one by far and the other does not
-object.
+the next one from it. Neither is a law, least of all for early layers of a large model: a swap is named only where both
+say so clearly.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import torch
 
 _FEWEST = 32  # positions
 _ERRORS = 4.0
-# Clear, and by far. Nats, and cosines.
-_NATS, _FAR_NATS = 0.3, 1.5
-_COSINE, _FAR_COSINE = 0.05, 0.25
+_CLEAR_NATS, _CLEAR_COSINE = 0.3, 0.05
 
 
 @dataclass(frozen=True)
 class Inversion:
     """Slots of two states, of which the first looks like the deeper one. `predicts`: by how many nats the first
-    predicts better; `resembles`: by how much the second has the higher cosine, None where that was not computed."""
+    predicts better; `resembles`: by how much the second has the higher cosine."""
 
     first: int
     second: int
     predicts: float
-    resembles: float | None
+    resembles: float
 
 
 def inversion(scores: torch.Tensor, cosines: torch.Tensor | None) -> Inversion | None:
@@ -35,17 +33,16 @@ def inversion(scores: torch.Tensor, cosines: torch.Tensor | None) -> Inversion |
 
     `scores` [m, K]: log-probability of the next token at m positions; `cosines` [m, K] with the own token's embedding.
     """
+    if cosines is None:
+        return None
     found = []
     for first, second in combinations(range(scores.shape[1]), 2):
         nats = scores[:, first] - scores[:, second]
-        likeness = None if cosines is None else cosines[:, second] - cosines[:, first]
-        # Each measure in units of what is clear; below -1 it clearly says that the order is right.
-        parts = [_measure(nats, _NATS), *([] if likeness is None else [_measure(likeness, _COSINE)])]
-        far = [parts[0] >= _FAR_NATS / _NATS, *(part >= _FAR_COSINE / _COSINE for part in parts[1:])]
-        both = len(parts) == 2 and min(parts) >= 1
-        if both or (any(far) and min(parts) > -1):
-            resembles = None if likeness is None else float(likeness.mean())
-            found.append((sum(parts), Inversion(first, second, float(nats.mean()), resembles)))
+        likeness = cosines[:, second] - cosines[:, first]
+        # Each in units of what is clear.
+        parts = [_measure(nats, _CLEAR_NATS), _measure(likeness, _CLEAR_COSINE)]
+        if min(parts) >= 1:
+            found.append((sum(parts), Inversion(first, second, float(nats.mean()), float(likeness.mean()))))
     return max(found, key=lambda each: each[0])[1] if found else None
 
 

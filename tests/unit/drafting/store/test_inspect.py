@@ -119,15 +119,13 @@ def test_states_in_reversed_order_are_found_because_the_last_predicts_worse(targ
     assert "layer 2 predicts better than the last one" in next(f.sentence for f in report.faults if f.kind == "order")
 
 
-@pytest.mark.parametrize(("slots", "names"), [([1, 0, 2, 3], "layer 2 and layer 5"), ([0, 2, 1, 3], None)])
-def test_two_states_that_are_clearly_swapped_are_named(
-    slots: list[int], names: str | None, target: Target, tmp_path: Path
+@pytest.mark.parametrize("slots", [[1, 0, 2, 3], [0, 2, 1, 3]])
+def test_swapped_states_are_not_named_where_only_their_likeness_to_the_embedding_says_so(
+    slots: list[int], target: Target, tmp_path: Path
 ) -> None:
+    """The made-up target's first states predict nothing; the tiny Kimi's do: test_inspect_tiny_kimi.py."""
     report = look(write_store(tmp_path / "store", target, change=lambda _row, states: states[:, slots]))
-    found = [fault.sentence for fault in report.faults]
-    # The made-up target's second and third state differ little, and predict nothing: no claim.
-    assert len(found) == (names is not None)
-    assert all(f"the states {names} look swapped" in sentence for sentence in found)
+    assert not report.faults
 
 
 def test_a_state_stored_twice_is_found(target: Target, tmp_path: Path) -> None:
