@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from eagle3_serve.core.errors import InterruptedLoadError
 from eagle3_serve.drafting.store.interrupt import Interruptible
+
+
+@pytest.fixture(autouse=True)
+def _in_the_foreground() -> Iterator[None]:
+    """A test run in the background (`scripts/test` has one) ignores SIGINT, and these commands are to be stopped."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def ctrl_c() -> None:
