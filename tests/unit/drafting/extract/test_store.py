@@ -248,6 +248,7 @@ KILLED = """
 """
 
 
+@pytest.mark.engine  # for its length: three processes that import torch
 @pytest.mark.parametrize("at", ["shard", "index", "dataset"])
 def test_a_writer_that_is_killed_leaves_whole_samples_and_the_next_goes_on(tmp_path, at):
     killed = subprocess.run(

@@ -77,6 +77,7 @@ def test_what_ended_a_run_is_told_and_not_what_then_could_not_be_written(tmp_pat
         assert writer.ids == {"a"}
 
 
+@pytest.mark.engine  # for its length: a process that imports datasets
 def test_completing_a_store_needs_no_home_to_keep_a_cache_in(tmp_path):
     code = """
         import sys
