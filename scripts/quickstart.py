@@ -22,7 +22,7 @@ from typing import Any
 from eagle3_serve.config.resolve import load_config
 from eagle3_serve.core.client import Answer, Client, acceptance
 from eagle3_serve.core.errors import EagleServeError, EngineStartError, VerificationError
-from eagle3_serve.core.process import LIFELINE
+from eagle3_serve.core.process import start_on_lifeline
 from eagle3_serve.core.reporter import Reporter, make_reporter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,18 +43,7 @@ class Launch:
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "eagle3_serve", "launch", "--config", str(CONFIG), "--json", *arguments]
-        # A session of its own: Ctrl-C reaches this script alone, which then stops the launcher in order. The pipe
-        # closes however this script ends, and the launcher stops then.
-        watched, self._lifeline = os.pipe()
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | {LIFELINE: str(watched)},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            pass_fds=(watched,),
-        )
-        os.close(watched)
+        self.process, self._lifeline = start_on_lifeline(command)
         self._events: queue.Queue[Json | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

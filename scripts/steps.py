@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3_serve.core.process import LIFELINE
+from eagle3_serve.core.process import start_on_lifeline
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.verify.table import table
 
@@ -82,20 +82,8 @@ class Steps:
 
 
 def run_to_end(command: list[str]) -> tuple[int, str]:
-    """Exit code and standard output. However this ends, even by SIGKILL, the child stops what it started.
-
-    It has a session of its own: Ctrl-C reaches this process alone, which then stops the child once and in order.
-    """
-    watched, lifeline = os.pipe()
-    child = subprocess.Popen(
-        command,
-        env=os.environ | {LIFELINE: str(watched)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        pass_fds=(watched,),
-    )
-    os.close(watched)
+    """Exit code and standard output. However this ends, even by SIGKILL, the child stops what it started."""
+    child, lifeline = start_on_lifeline(command)
     try:
         output, _ = child.communicate()
     except BaseException:

@@ -7,8 +7,9 @@ import errno
 import os
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -19,6 +20,30 @@ from eagle3_serve.core.errors import EagleServeError, PortInUseError, PreflightE
 LIFELINE = "EAGLE3_SERVE_LIFELINE_FD"
 
 _POLL_S = 0.05
+
+
+def start_on_lifeline(command: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
+    """A command of this product as a child whose standard output is a pipe, and the descriptor that holds it alive.
+
+    The child stops what it started when the descriptor is closed, as it is however this process ends. It has a session
+    of its own: Ctrl-C reaches this process alone, which then stops the child once and in order.
+    """
+    watched, lifeline = os.pipe()
+    try:
+        child = subprocess.Popen(
+            command,
+            env=os.environ | {LIFELINE: str(watched)},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            pass_fds=(watched,),
+        )
+    except BaseException:
+        os.close(lifeline)
+        raise
+    finally:
+        os.close(watched)
+    return child, lifeline
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -51,12 +51,19 @@ def use_dense_experts(model: DeepseekV3ForCausalLM) -> None:
 
 
 def build_model(device: str, layers: int) -> DeepseekV3ForCausalLM:
-    """Random weights: normal with variance 1/width, writers into the residual stream damped by depth."""
+    """With random weights."""
     dense = max(1, layers - 4)
     config = transformers_config(num_hidden_layers=layers, first_k_dense_replace=dense)
     config._attn_implementation = "sdpa"
     torch.manual_seed(SEED)
     model = DeepseekV3ForCausalLM(config).float().to(device)
+    initialise(model, layers)
+    use_dense_experts(model)
+    return model
+
+
+def initialise(model: nn.Module, layers: int) -> None:
+    """Random weights in place: normal with variance 1/width, writers into the residual stream damped by depth."""
     damp = 1 / math.sqrt(2 * layers)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -70,8 +77,6 @@ def build_model(device: str, layers: int) -> DeepseekV3ForCausalLM:
             elif "o_proj" in name or "down_proj" in name:
                 spread *= damp
             param.normal_(0, spread)
-    use_dense_experts(model)
-    return model
 
 
 def hidden_states(model: DeepseekV3ForCausalLM, tokens: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 from sizes import Sizes
 
 from eagle3_serve.core.errors import EngineStartError
-from eagle3_serve.core.process import LIFELINE
+from eagle3_serve.core.process import start_on_lifeline
 
 STOP_TIMEOUT_S = 60
 
@@ -36,18 +36,9 @@ class Served:
 class _Launch:
     def __init__(self, name: str, config: Path, sets: Sequence[str], cores: set[int] | None) -> None:
         self.name = name
-        watched, self._lifeline = os.pipe()
         settings = [part for each in sets for part in ("--set", each)]
         command = [sys.executable, "-m", "eagle3_serve", "launch", "--config", str(config), "--json", *settings]
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | {LIFELINE: str(watched)},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            pass_fds=(watched,),
-        )
-        os.close(watched)
+        self.process, self._lifeline = start_on_lifeline(command)
         if cores:
             os.sched_setaffinity(self.process.pid, cores)  # inherited by what it starts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from machine import versions
 from safetensors.torch import load_file, save_file
 from sizes import SEED, Sizes, write_json, write_served_config
 from text import make_corpus, write_texts
-from train_target import Trainer, evaluate, save, schedule, use_dense_experts
+from train_target import Trainer, evaluate, initialise, save, schedule, use_dense_experts
 from transformers import AutoConfig, DeepseekV3ForCausalLM
 
 MEASURED_STEPS = 12
@@ -61,25 +60,14 @@ def make_target(sizes: Sizes, out: Path) -> dict[str, Any]:
 
 
 def build_model(sizes: Sizes) -> DeepseekV3ForCausalLM:
-    """Random weights: variance 1/width, what writes into the residual stream damped by depth."""
+    """With random weights."""
     given = sizes.shape.config()
     config = AutoConfig.for_model(given.pop("model_type"), **given)
     config._attn_implementation = "sdpa"
     torch.manual_seed(SEED)
     with torch.device(sizes.device):
         model = DeepseekV3ForCausalLM(config).float()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.ndim < 2:
-                continue
-            spread = param.shape[-1] ** -0.5
-            if "embed_tokens" in name:
-                spread = 0.7
-            elif "lm_head" in name:
-                spread *= 0.3
-            elif "o_proj" in name or "down_proj" in name:
-                spread /= math.sqrt(2 * sizes.shape.layers)
-            param.normal_(0, spread)
+    initialise(model, sizes.shape.layers)
     use_dense_experts(model)
     return model
 
