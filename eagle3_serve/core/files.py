@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,28 @@ def write_atomic(path: Path, content: str | bytes, *, mode: int = 0o644) -> None
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with replaced(path, mode=mode) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextlib.contextmanager
+def replaced(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
+    """A temporary name beside `path`, whose file takes the place of `path` where the block ends, synced as
+    `write_atomic` does; for libraries that write files themselves.
+
+    Raises OSError; the temporary file is then removed, as it is where the block raises.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        os.replace(temporary, path)  # noqa: PTH105
+        yield temporary
+        temporary.chmod(mode)
+        with temporary.open("rb") as written:  # by its name: the library may have put another file there
+            os.fsync(written.fileno())
+        temporary.replace(path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)  # noqa: PTH108
+        temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
 

@@ -32,7 +32,7 @@ _TAP_BYTES = 4 << 30
 _LARGEST_SAMPLE_BYTES = 2 << 30
 _BATCH_BYTES = 256 << 20
 _MOST_BATCH_TOKENS = 65536
-_MOST_BATCHES = 4
+_MOST_BATCHES = 8
 # Prompts that SGLang refuses though they are shorter than its context: those of context less 6 tokens and more.
 _ENGINE_KEEPS = 7
 # Beside its states a token takes 8 bytes of id and 1 of mask, in the shard and again in the dataset; and a sample a

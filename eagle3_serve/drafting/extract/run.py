@@ -2,9 +2,9 @@
 
     conversations -> token ids and loss masks -> batches -> the engine's prefill, tap in store mode -> checked -> shards
 
-Four batches are under way at once and are written in the conversations' order, so memory stays bounded. A batch is
-256 MiB of states at most, counted as float32, or one sample that is larger: in the engine's process 1 GiB for four of
-them, here as much again and two copies of the one that is being written. (Of samples that are longer fewer are under
+Eight batches are under way at once and are written in the conversations' order, so memory stays bounded. A batch is
+256 MiB of states at most, counted as float32, or one sample that is larger: in the engine's process 2 GiB for eight of
+them, here as much again. (Of samples that are longer fewer are under
 way, so that 4 GiB hold them; a gateway's answers are in memory twice while they are read.)
 """
 
@@ -14,7 +14,7 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -254,26 +254,37 @@ class Extraction:
         """Write the good ones; the others, with reasons."""
         samples: list[Sample] = []
         left_out: list[tuple[Prompt, str]] = []
-        for item, found in zip(batch, captured, strict=True):
-            try:
-                sample = self._sample(item.prompt, found)
-                self._writer.check(sample)
-            except SampleError as error:
-                left_out.append((item.prompt, str(error)))
+        for prompt, found in self._checked(batch, captured):
+            if isinstance(found, SampleError):
+                left_out.append((prompt, str(found)))
                 continue
-            size = self._job.stored_bytes(1, len(sample.token_ids))
+            size = self._job.stored_bytes(1, len(found.token_ids))
             most = self._job.options.max_bytes
             if most is not None and self._stored_bytes + size > most:
                 self._summary.stopped_by = f"--max-bytes {most}"
                 break
             self._stored_bytes += size
-            samples.append(sample)
+            samples.append(found)
         for entry in self._writer.add_many(samples) if samples else ():
             self._summary.samples += 1
             self._summary.tokens += entry.tokens
             self._summary.trained_tokens += entry.trained
             self._summary.bytes += entry.bytes
         return left_out
+
+    def _checked(
+        self, batch: Sequence[_Item], captured: Sequence[Captured]
+    ) -> Iterator[tuple[Prompt, Sample | SampleError]]:
+        """What each became, in order."""
+        samples: list[Sample | SampleError] = []
+        for item, found in zip(batch, captured, strict=True):
+            try:
+                samples.append(self._sample(item.prompt, found))
+            except SampleError as error:
+                samples.append(error)
+        faults = iter(self._writer.check_many([each for each in samples if isinstance(each, Sample)]))
+        for item, sample in zip(batch, samples, strict=True):
+            yield item.prompt, sample if isinstance(sample, SampleError) else next(faults) or sample
 
     def _sample(self, prompt: Prompt, found: Captured) -> Sample:
         """Raises SampleError for states that are missing or belong to other tokens."""

@@ -17,7 +17,6 @@ A process that is killed at any moment leaves whole samples and at most one file
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +48,7 @@ from eagle3_serve.drafting.extract.store_files import (
     recovered,
     require_blank,
     shard_file,
+    write_shard,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Sample", "SampleError", "Skipped", "Store", "StoreWriter"]
 
-_WRITERS = 4
+_WRITERS = 8  # each waits for the disk most of the time
 
 
 class StoreWriter:
@@ -67,7 +67,7 @@ class StoreWriter:
         self._directory = directory
         self._identity = identity
         self._description = dict(description)
-        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="store")
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="store", initializer=_one_thread_each)
         self._complete = False
         self._lock = locked(directory)
         try:
@@ -139,6 +139,18 @@ class StoreWriter:
         if sample.id in self.ids:
             raise StoreError(f"the sample {sample.id} is in {self._directory} already")
         check_sample(sample, self._identity)
+
+    def check_many(self, samples: Sequence[Sample]) -> list[SampleError | None]:
+        """As `check`, all at once: what each must not be trained on for. Raises StoreError."""
+
+        def fault(sample: Sample) -> SampleError | None:
+            try:
+                self.check(sample)
+            except SampleError as error:
+                return error
+            return None
+
+        return list(self._pool.map(fault, samples))
 
     def add_many(self, samples: Sequence[Sample]) -> list[Entry]:
         """Write checked samples; when this returns they survive a power cut.
@@ -217,22 +229,19 @@ class StoreWriter:
             os.close(self._lock)
 
     def _write_shard(self, row: int, sample: Sample) -> Entry:
-        from safetensors.torch import save  # noqa: PLC0415 - needs torch
-
         tensors = {
             "hidden_states": sample.states.to(torch_dtype(self._identity.dtype)).contiguous(),
             "token_ids": sample.token_ids.contiguous(),
             "loss_mask": sample.loss_mask.contiguous(),
         }
-        content = save(tensors, {"id": sample.id})
-        write_atomic(shard_file(self._directory, row), content)
+        size, digest = write_shard(shard_file(self._directory, row), tensors, {"id": sample.id})
         return Entry(
             row=row,
             id=sample.id,
             tokens=len(sample.token_ids),
             trained=int(sample.loss_mask.sum()),
-            bytes=len(content),
-            sha256=hashlib.sha256(content).hexdigest(),
+            bytes=size,
+            sha256=digest,
         )
 
     def _append(self, entries: Sequence[Entry]) -> None:
@@ -359,6 +368,13 @@ class Store:
                     f"{self.directory} was made with another {what} than {directory} has: {mine} and {theirs}",
                     remedy="name the checkpoint that the store was made with, or extract again with this one",
                 )
+
+
+def _one_thread_each() -> None:
+    """The threads of the pool are enough: each with a team of torch's own would take the cores from the engine."""
+    import torch  # noqa: PLC0415 - seconds
+
+    torch.set_num_threads(1)
 
 
 def _identity_of(found: Mapping[str, Any], directory: Path) -> Identity:

@@ -8,12 +8,17 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3_serve.core.errors import DiskFullError, StoreError
+from eagle3_serve.core.files import replaced, sha256_file
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 STORE_FILE = "store.json"
@@ -49,6 +54,26 @@ class Skipped:
 def shard_file(directory: Path, row: int) -> Path:
     """Where the states of one row are."""
     return directory / STATES / f"hs_{row}.safetensors"
+
+
+def write_shard(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[int, str]:
+    """Bytes and hex SHA-256 of a whole, synced safetensors file. Raises OSError."""
+    from safetensors import SafetensorError  # noqa: PLC0415 - needs torch
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    with replaced(file) as temporary:
+        try:
+            # By the library's own writing: its `save`, which gives bytes, copies everything twice first.
+            save_file(dict(tensors), temporary, dict(metadata))
+        except SafetensorError as error:
+            raise _as_os_error(error) from error
+        return temporary.stat().st_size, sha256_file(temporary)
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """Of the library's error its reason, which is text there."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
 
 
 def locked(directory: Path) -> int:

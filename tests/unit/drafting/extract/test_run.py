@@ -215,7 +215,7 @@ def test_chats_at_kimis_width_are_counted_in_terabytes(tmp_path):
     assert one.hours is None
     assert 68_000 * one.bytes == pytest.approx(5.85e12, rel=0.01)
     assert kimi.batch_tokens * 4 * 7168 * 4 <= 256 << 20
-    assert kimi.batches_at_once == 4
+    assert kimi.batches_at_once == 8
     long = Job(work.options, work.config, LAYERS, 60, 7168, 163840, 18_000)
     assert long.batches_at_once * 18_000 * 4 * 7168 * 4 <= 4 << 30, "all of them fit into the tap's memory"
     everything = Job(work.options, work.config, LAYERS, 60, 7168, 163840, 1000, captured=62)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_what_ended_a_run_is_told_and_not_what_then_could_not_be_written(tmp_pat
     writer = create(tmp_path / "s")
     writer.add(sample("a"))
     monkeypatch.setattr(module, "write_atomic", full)
+    monkeypatch.setattr(module, "write_shard", full)
     with pytest.raises(DiskFullError, match="sample b"), writer:
         writer.add(sample("b"))
     with pytest.raises(DiskFullError, match="closing"), StoreWriter.resume(tmp_path / "s", IDENTITY, SETTINGS):
@@ -105,14 +107,14 @@ def test_a_full_disk_names_the_first_sample_that_did_not_fit_and_keeps_those_bef
 
     writer = create(tmp_path / "s")
     writer.add(sample("a", seed=1))
-    whole = module.write_atomic
+    whole = module.write_shard
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, *content: Any) -> tuple[int, str]:
         if path.name == "hs_2.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole(path, content)
+        return whole(path, *content)
 
-    monkeypatch.setattr(module, "write_atomic", full)
+    monkeypatch.setattr(module, "write_shard", full)
     with pytest.raises(DiskFullError, match="sample c") as error:
         writer.add_many([sample("b", seed=2), sample("c", seed=3), sample("d", seed=4)])
     assert "--resume" in error.value.remedy
@@ -121,6 +123,30 @@ def test_a_full_disk_names_the_first_sample_that_did_not_fit_and_keeps_those_bef
     assert [entry.id for entry in Store.open(tmp_path / "s").entries] == ["a", "b"]
     left = sorted(file.name for file in (tmp_path / "s" / "hidden_states").iterdir())
     assert left == ["hs_0.safetensors", "hs_1.safetensors"]
+
+
+def test_what_the_library_says_of_a_disk_is_an_error_of_the_disk(tmp_path):
+    """The library that writes shards says the system's error in words alone. Here: no file may be so large."""
+    code = """
+        import resource, signal, sys
+        from pathlib import Path
+        from tests.unit.drafting.extract.test_store import create, sample
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with create(Path(sys.argv[1])) as writer:
+            writer.add(sample("a"))
+            smaller = writer.entries[0].bytes - 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (smaller, resource.RLIM_INFINITY))
+            try:
+                writer.add(sample("b"))
+            except Exception as error:
+                print(type(error).__name__, error)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.startswith("DiskFullError no space left while writing the sample b"), done
+    assert [entry.id for entry in Store.open(tmp_path / "s").entries] == ["a"]
+    assert [file.name for file in (tmp_path / "s" / "hidden_states").iterdir()] == ["hs_0.safetensors"]
 
 
 def test_damage_is_named(finished):
