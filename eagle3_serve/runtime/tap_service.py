@@ -25,7 +25,7 @@ from eagle3_serve.runtime import report
 from eagle3_serve.runtime.tap_ring import Ring, describe, same_bits
 from eagle3_serve.runtime.tap_store import SequenceStore
 
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.02
 _SETTLE_TRIES = 20
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ What is never collected, because who asked was killed, is forgotten when its roo
 
 from __future__ import annotations
 
+import collections
 import logging
 import queue
 import threading
@@ -22,6 +23,7 @@ from eagle3_serve.core.tap_protocol import STORED_PREFIX
 
 _MOST_BYTES = 4 << 30
 _MOST_SEQUENCES = 100_000  # those that were forgotten leave a sentence each
+_COPIES_UNDER_WAY = 2
 _log = logging.getLogger(__name__)
 
 
@@ -69,11 +71,12 @@ class SequenceStore:
         self._sequences: dict[str, Sequence] = {}
         self._lock = threading.Lock()
         self._pieces: queue.Queue[tuple[Any, ...] | threading.Event] = queue.Queue()
+        self._beside: torch.cuda.Stream | None = None
+        self._copies: collections.deque[torch.cuda.Event] = collections.deque(maxlen=_COPIES_UNDER_WAY)
         threading.Thread(target=self._drain, name="eagle3-serve-tap-store", daemon=True).start()
 
     def add(self, packed: torch.Tensor, forward_batch: Any) -> None:
-        """One prefill: `packed` [tokens, layers * hidden]. Copies are ordered behind the forward on its own stream,
-        into pinned memory, so the forward waits for nothing."""
+        """One prefill: `packed` [tokens, layers * hidden], which nobody changes afterwards."""
         # Without ids nobody could ask for these rows; preflight refuses such a release.
         rids = list(getattr(forward_batch, "rids", None) or ())
         if not any(map(_is_stored, rids)):
@@ -81,11 +84,29 @@ class SequenceStore:
         lengths = list(forward_batch.extend_seq_lens_cpu)
         starts = list(forward_batch.extend_prefix_lens_cpu)
         total = sum(lengths)
-        done = torch.cuda.Event() if packed.is_cuda else None  # type: ignore[no-untyped-call]
-        states, tokens = (_to_host(part[:total]) for part in (packed, forward_batch.input_ids))
-        if done is not None:
-            done.record()
+        # In the forward's own order: SGLang may use the buffer of the ids again.
+        tokens = _to_host(forward_batch.input_ids[:total])
+        states, done = self._copied_beside(packed[:total])
         self._pieces.put((done, rids, starts, lengths, tokens, states))
+
+    def _copied_beside(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """In host memory once the event is reached. The copy goes on beside the next forward, on a stream of its own:
+        in the forward's, it held up that one for as long as it took. The device holds few copies' rows: a forward
+        waits for the copy before the last one."""
+        if not packed.is_cuda:
+            return packed.clone(), None
+        forwards = torch.cuda.current_stream(packed.device)
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(packed.device)  # type: ignore[no-untyped-call]
+        if len(self._copies) == _COPIES_UNDER_WAY:
+            forwards.wait_event(self._copies[0])
+        self._beside.wait_stream(forwards)
+        with torch.cuda.stream(self._beside):
+            states = _to_host(packed)
+            done = self._beside.record_event()
+        packed.record_stream(self._beside)  # its memory is nobody else's until then
+        self._copies.append(done)
+        return states, done
 
     def collect(self, rids: list[str]) -> list[Sequence]:
         """The sequences of `rids`, which are then forgotten. One that never came has the problem that says so."""
