@@ -19,7 +19,6 @@ def make_store(sizes: Sizes, out: Path) -> dict[str, Any]:
         steps = Steps(out / "logs", reporter)
         steps.run(
             *("store", "extract", "--config", out / "served.yaml"),
-            *("--layers", ",".join(map(str, sizes.shape.aux_layers))),
             *("--input", out / "conversations.jsonl", "--out", out / "store", "--regenerate"),
             *("--max-tokens", str(sizes.answer_length)),
             allowed=(0, 21),

@@ -41,8 +41,9 @@ REQUEST_TIMEOUT_S = 600
 MEMORY_NOTE = (
     "Host memory is resident memory at its peak, summed over the engine's processes and, for extraction, the "
     "extracting one; pages that processes share count in each. An engine's GPU memory is mostly its KV pool, which its "
-    "configuration sizes. What extraction adds is bounded: four batches of 256 MiB of states in the engine, and as "
-    "much in the process that stores them."
+    "configuration sizes; growth is what the whole device's memory in use grew by in all rounds of the arm. What "
+    "extraction adds is bounded: eight batches of 256 MiB of states in the engine, counted as float32, and as much in "
+    "the process that stores them."
 )
 
 

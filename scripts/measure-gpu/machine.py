@@ -45,14 +45,17 @@ def engine_pids(report_dir: Path) -> list[int]:
 @dataclass
 class Peak:
     """Most memory seen so far, in GiB. `host`: resident, summed over the processes; `gpu`: None where the driver does
-    not tell processes apart, or where there is no GPU."""
+    not tell processes apart, or where there is no GPU; `gpu_growth`: by how much the device's memory in use grew while
+    it was watched, in all."""
 
     host: float = 0.0
     gpu: float | None = None
+    gpu_growth: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For the result."""
-        return {"host_gib": round(self.host, 2), "gpu_gib": None if self.gpu is None else round(self.gpu, 2)}
+        figures = {"host_gib": self.host, "gpu_gib": self.gpu, "gpu_growth_gib": self.gpu_growth}
+        return {name: None if value is None else round(value, 2) for name, value in figures.items()}
 
 
 @contextlib.contextmanager
@@ -67,6 +70,7 @@ def watched(pids: Sequence[int], peak: Peak) -> Iterator[None]:
                 peak.gpu = max(peak.gpu or 0.0, gpu)
             over.wait(LOOK_EVERY_S)
 
+    before = _device_gib()
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     try:
@@ -74,6 +78,8 @@ def watched(pids: Sequence[int], peak: Peak) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+        if before is not None and (after := _device_gib()) is not None:
+            peak.gpu_growth = (peak.gpu_growth or 0.0) + max(0.0, after - before)
 
 
 def _host_gib(pids: Sequence[int]) -> float:
@@ -88,6 +94,12 @@ def _gpu_gib(pids: Sequence[int]) -> float | None:
     used = [line.split(", ") for line in _nvidia_smi("--query-compute-apps=pid,used_memory")]
     mine = [float(memory) for pid, memory in used if pid.isdigit() and int(pid) in pids and memory.isdigit()]
     return sum(mine) * 2**20 / GIB if mine else None
+
+
+def _device_gib() -> float | None:
+    """Memory in use on the first device, by whomever."""
+    used = _nvidia_smi("--query-gpu=memory.used")
+    return float(used[0]) * 2**20 / GIB if used else None
 
 
 def _nvidia_smi(query: str) -> list[str]:

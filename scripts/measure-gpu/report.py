@@ -93,7 +93,7 @@ def _extraction(facts: Json) -> list[str]:
         (
             name,
             shown(arm["tokens_per_s"], 0),
-            *(f"{arm[key]:.1f}" if arm[key] else "-" for key in ("host_gib", "gpu_gib")),
+            *("-" if arm[key] is None else f"{arm[key]:.1f}" for key in ("host_gib", "gpu_gib", "gpu_growth_gib")),
         )
         for name, arm in arms.items()
     ]
@@ -104,7 +104,7 @@ def _extraction(facts: Json) -> list[str]:
         f"{facts['rounds']} rounds of {facts['samples']} samples of {facts['length']} tokens; layers "
         f"{facts['layers']}, and the last one before the final norm.",
         "",
-        *_table(("arm", "tokens/s", "host, GiB", "GPU, GiB"), rows),
+        *_table(("arm", "tokens/s", "host, GiB", "GPU, GiB", "growth, GiB"), rows),
         "",
         f"Extraction against the same engine's prefill without a tap: **{shown(ratios['to_prefill'], 2)}** (wanted: at "
         f"least 0.8). Against transformers, batches of {facts['transformers_batch']}: "

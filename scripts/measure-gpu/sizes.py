@@ -140,7 +140,7 @@ H200 = Sizes(
     muon_rate=0.01,
     adam_rate=1e-3,
     packages=("torch", "numpy", "scipy", "sympy", "sklearn", "pandas", "networkx", "jax"),
-    extract_samples=256,
+    extract_samples=512,
     extract_length=1024,
     extract_rounds=5,
     transformers_batch=16,
@@ -200,7 +200,7 @@ def write_served_config(sizes: Sizes, out: Path) -> None:
     else:
         # What ran on an H200 with SGLang 0.5.16 and torch 2.11. With a drafter it makes no graphs for prefills, so
         # what it is compared with should not either.
-        engine |= {"dtype": "bfloat16", "attention_backend": "triton", "mem_fraction_static": 0.25}
+        engine |= {"dtype": "bfloat16", "attention_backend": "triton", "mem_fraction_static": 0.45}
         engine |= {"chunked_prefill_size": 8192, "environment": {"SGLANG_DISABLE_CUDNN_CHECK": "1"}}
         engine["extra_args"] |= {
             "cuda-graph-backend-prefill": "disabled",
