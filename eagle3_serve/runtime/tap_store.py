@@ -103,7 +103,7 @@ class SequenceStore:
         self._beside.wait_stream(forwards)
         with torch.cuda.stream(self._beside):
             states = _to_host(packed)
-            done = self._beside.record_event()
+            done = self._beside.record_event(_blocking_event())
         packed.record_stream(self._beside)  # its memory is nobody else's until then
         self._copies.append(done)
         return states, done
@@ -181,6 +181,11 @@ class SequenceStore:
 
 def _is_stored(rid: str | None) -> bool:
     return rid is not None and rid.startswith(STORED_PREFIX)
+
+
+def _blocking_event() -> torch.cuda.Event:
+    """Who waits for it sleeps: in a loop it would take a core, or half of the forward's."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
