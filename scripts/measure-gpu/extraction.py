@@ -37,6 +37,8 @@ from eagle3_serve.drafting.extract.servers import connect
 from eagle3_serve.drafting.stacks import ConfigSource, Server, run_until_done, started
 
 ARMS = ("prefill", "extract", "transformers")
+# An engine that waits in a loop while another arm runs takes a core from it, or half of one.
+ENGINES = ("engine.prefix_cache=false", "engine.extra_args.sleep-on-idle=true")
 REQUEST_TIMEOUT_S = 600
 MEMORY_NOTE = (
     "Host memory is resident memory at its peak, summed over the engine's processes and, for extraction, the "
@@ -70,7 +72,7 @@ class Measurement:
             corpus.windows(sizes.extract_length, sizes.extract_samples, heldout=False, seed=SEED + 10 + number)
             for number in range(sizes.extract_rounds + 1)
         ]
-        self.source = ConfigSource(out / "served.yaml", ("engine.prefix_cache=false",), os.environ)
+        self.source = ConfigSource(out / "served.yaml", ENGINES, os.environ)
         self.job = self._job(0)
         self.seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         self.peaks = {arm: Peak() for arm in ARMS}

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +47,28 @@ def engine_pids(report_dir: Path) -> list[int]:
 class Peak:
     """Most memory seen so far, in GiB. `host`: resident, summed over the processes; `gpu`: None where the driver does
     not tell processes apart, or where there is no GPU; `gpu_growth`: by how much the device's memory in use grew while
-    it was watched, in all."""
+    it was watched, in all. Of the same time, in seconds: `watched`, and over all cores `busy` and `stolen` (this
+    machine would have run and its host ran something else)."""
 
     host: float = 0.0
     gpu: float | None = None
     gpu_growth: float | None = None
+    watched: float = 0.0
+    busy: float = 0.0
+    stolen: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For the result."""
         figures = {"host_gib": self.host, "gpu_gib": self.gpu, "gpu_growth_gib": self.gpu_growth}
+        if self.watched:
+            figures |= {"busy_cores": self.busy / self.watched, "stolen_cores": self.stolen / self.watched}
         return {name: None if value is None else round(value, 2) for name, value in figures.items()}
+
+    def count(self, before: tuple[float, float, float], after: tuple[float, float, float]) -> None:
+        """The time between two readings of `_clocks`."""
+        self.watched += after[0] - before[0]
+        self.busy += after[1] - before[1]
+        self.stolen += after[2] - before[2]
 
 
 @contextlib.contextmanager
@@ -70,7 +83,7 @@ def watched(pids: Sequence[int], peak: Peak) -> Iterator[None]:
                 peak.gpu = max(peak.gpu or 0.0, gpu)
             over.wait(LOOK_EVERY_S)
 
-    before = _device_gib()
+    before, clocks = _device_gib(), _clocks()
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     try:
@@ -78,8 +91,15 @@ def watched(pids: Sequence[int], peak: Peak) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+        peak.count(clocks, _clocks())
         if before is not None and (after := _device_gib()) is not None:
             peak.gpu_growth = (peak.gpu_growth or 0.0) + max(0.0, after - before)
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds: of the clock, of all cores busy, of all cores stolen."""
+    times = psutil.cpu_times()
+    return time.monotonic(), times.user + times.system, times.steal
 
 
 def _host_gib(pids: Sequence[int]) -> float:

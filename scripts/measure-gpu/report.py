@@ -16,6 +16,13 @@ from eagle3_serve.core.errors import ConfigError
 from eagle3_serve.core.files import write_atomic
 
 Json = dict[str, Any]
+_RESOURCES = {
+    "host_gib": "host, GiB",
+    "gpu_gib": "GPU, GiB",
+    "gpu_growth_gib": "growth, GiB",
+    "busy_cores": "busy cores",
+    "stolen_cores": "stolen",
+}
 PARTS = ("target", "extraction", "store", "training", "wiring", "serving")
 
 
@@ -26,6 +33,8 @@ def write_report(sizes: Sizes, out: Path) -> Json:
         file = out / "results" / f"{part}.json"
         if file.exists():
             found[part] = json.loads(file.read_text())
+    if "training" in found:  # where the machine keeps its Python is nobody's business
+        found["training"]["training"]["provenance"].pop("executable", None)
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = machine_of(found)
     short = re.sub(r"[^a-z0-9]+", "-", machine.split(",")[0].lower().removeprefix("nvidia")).strip("-")
@@ -93,7 +102,7 @@ def _extraction(facts: Json) -> list[str]:
         (
             name,
             shown(arm["tokens_per_s"], 0),
-            *("-" if arm[key] is None else f"{arm[key]:.1f}" for key in ("host_gib", "gpu_gib", "gpu_growth_gib")),
+            *("-" if arm.get(key) is None else f"{arm[key]:.1f}" for key in _RESOURCES),
         )
         for name, arm in arms.items()
     ]
@@ -104,7 +113,7 @@ def _extraction(facts: Json) -> list[str]:
         f"{facts['rounds']} rounds of {facts['samples']} samples of {facts['length']} tokens; layers "
         f"{facts['layers']}, and the last one before the final norm.",
         "",
-        *_table(("arm", "tokens/s", "host, GiB", "GPU, GiB", "growth, GiB"), rows),
+        *_table(("arm", "tokens/s", *_RESOURCES.values()), rows),
         "",
         f"Extraction against the same engine's prefill without a tap: **{shown(ratios['to_prefill'], 2)}** (wanted: at "
         f"least 0.8). Against transformers, batches of {facts['transformers_batch']}: "
@@ -141,7 +150,19 @@ def _steps(facts: Json) -> str:
 
 
 def _wiring(facts: Json) -> list[str]:
-    return ["## Wiring", "", f"`verify wiring` against the store: {facts['headline']}"]
+    report = facts["report"]
+    states = "; ".join(
+        f"{each['captured']}: {each['relative_error']:.3f}, nearest other {each['nearest_other']['relative_error']:.3f}"
+        for each in report["states"]
+    )
+    received = report["received"]
+    return [
+        "## Wiring",
+        "",
+        f"`verify wiring` against the store: {facts['headline']}. Relative error of the captured states of "
+        f"{report['rows']['prefill']:,} rows, by layer: {states}. Received by the drafter as captured, bit for bit: "
+        f"{received['bit_equal']:,} of {received['rows']:,} rows.",
+    ]
 
 
 def _serving(facts: Json) -> list[str]:
