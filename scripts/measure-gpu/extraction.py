@@ -25,7 +25,7 @@ import httpx
 import torch
 from machine import Peak, engine_pids, versions, watched
 from ratios import median, ratio
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sizes import SEED, Sizes, write_json
 from text import read_corpus
 
@@ -34,12 +34,15 @@ from eagle3_serve.core.reporter import Reporter, make_reporter
 from eagle3_serve.drafting.extract import run as extracting
 from eagle3_serve.drafting.extract.job import Job, Options, prepare
 from eagle3_serve.drafting.extract.servers import connect
+from eagle3_serve.drafting.extract.store import Store
 from eagle3_serve.drafting.stacks import ConfigSource, Server, run_until_done, started
 
 ARMS = ("prefill", "extract", "transformers")
 # An engine that waits in a loop while another arm runs takes a core from it, or half of one.
 ENGINES = ("engine.prefix_cache=false", "engine.extra_args.sleep-on-idle=true")
 REQUEST_TIMEOUT_S = 600
+COMPARED_EVERY = 8  # samples
+MOST_ERROR = 0.2  # rows of other tokens are off by more than their own norm
 MEMORY_NOTE = (
     "Host memory is resident memory at its peak, summed over the engine's processes and, for extraction, the "
     "extracting one; pages that processes share count in each. An engine's GPU memory is mostly its KV pool, which its "
@@ -98,6 +101,8 @@ class Measurement:
                     self.reporter.event("round", f"round {number}, {arm}: {self.tokens / seconds:.0f} tokens/s")
                     if number > 0:
                         self.seconds[arm].append(seconds)
+                if number < len(self.rounds) - 1:
+                    await asyncio.to_thread(self._forget, number)
         return self._result()
 
     async def _prefill(self, server: Server, number: int) -> float:
@@ -130,8 +135,34 @@ class Measurement:
             await asyncio.to_thread(writer.finish)
             self.finish_seconds.append(time.perf_counter() - begin)
         assert summary.tokens == self.tokens, f"{summary.tokens} of {self.tokens} tokens were stored"
-        await asyncio.to_thread(shutil.rmtree, job.options.out)
         return float(summary.seconds)
+
+    def _forget(self, number: int) -> None:
+        """The files of a round."""
+        shutil.rmtree(self._job(number).options.out)
+        shutil.rmtree(self.transformers_files(number))
+
+    def transformers_files(self, number: int) -> Path:
+        """Where that arm saves a round."""
+        return self.scratch / f"transformers-{number}"
+
+    def _agreement(self) -> list[dict[str, float]]:
+        """Of the last round, what extraction stored against what transformers saved, state by state: the norm of the
+        difference over the norm, for each token. Raises RuntimeError where rows are another's."""
+        number = len(self.rounds) - 1
+        store = Store.open(self._job(number).options.out)
+        errors: list[torch.Tensor] = []
+        for row in range(0, len(store), COMPARED_EVERY):
+            mine = store.sample(row)
+            theirs = load_file(self.transformers_files(number) / f"hs_{row}.safetensors")
+            assert torch.equal(mine.token_ids, theirs["token_ids"].long())
+            wanted = theirs["hidden_states"].float()
+            errors.append((mine.states.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1))
+        found = torch.cat(errors)
+        if float(found.mean(dim=0).max()) > MOST_ERROR:
+            raise RuntimeError(f"the states are not those of transformers: errors of {found.mean(dim=0).tolist()}")
+        means, worst = found.mean(dim=0).tolist(), found.amax(dim=0).tolist()
+        return [{"mean": round(mean, 4), "worst": round(most, 4)} for mean, most in zip(means, worst, strict=True)]
 
     def _job(self, number: int) -> Job:
         source = self.scratch / f"round-{number}.jsonl"
@@ -160,6 +191,7 @@ class Measurement:
                 "to_prefill": ratio(speeds["extract"], speeds["prefill"]),
                 "to_transformers": ratio(speeds["extract"], speeds["transformers"]),
             },
+            "against_transformers": self._agreement(),
             "completing_a_store_s": median(self.finish_seconds[1:], digits=2),
             "transformers_batch": self.sizes.transformers_batch,
             "memory_note": MEMORY_NOTE,
@@ -220,12 +252,11 @@ class TransformersArm:
         """Seconds of it."""
         assert self._process is not None
         assert self._process.stdin is not None
-        directory = self._measurement.scratch / f"transformers-{number}"
+        directory = self._measurement.transformers_files(number)
         self._process.stdin.write(f"{number} {directory}\n".encode())
         with watched([self._process.pid], peak):
             found = await self._line()
         peak.gpu = found.get("gpu_gib", peak.gpu)
-        await asyncio.to_thread(shutil.rmtree, directory)
         return float(found["seconds"])
 
     async def _line(self) -> dict[str, Any]:

@@ -120,8 +120,16 @@ def _extraction(facts: Json) -> list[str]:
         f"**{shown(ratios['to_transformers'], 2)}** times. Not counted: completing the store of a round, once at its "
         f"end, {shown(facts['completing_a_store_s'], 2)} s.",
         "",
+        *_agreement(facts.get("against_transformers", [])),
         facts["memory_note"],
     ]
+
+
+def _agreement(errors: Sequence[Json]) -> list[str]:
+    if not errors:
+        return []
+    each = "; ".join(f"{error['mean']:.4f} ({error['worst']:.4f})" for error in errors)
+    return [f"Relative error of what was stored against what transformers saved, by state, mean (worst): {each}.", ""]
 
 
 def _store(facts: Json) -> list[str]:
