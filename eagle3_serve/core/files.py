@@ -36,22 +36,32 @@ def replaced(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(mode)
-        with temporary.open("rb") as written:  # by its name: the library may have put another file there
-            os.fsync(written.fileno())
+        sync_file(temporary)  # by its name: the library may have put another file there
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what happened first is what has to be told
+            temporary.unlink()
         raise
     sync_directory(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make a rename in `directory` survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
+def left_behind(path: Path) -> list[Path]:
+    """Temporary files of `replaced` and `write_atomic` for `path`; while nobody writes it, of killed processes."""
+    return [file for file in path.parent.iterdir() if file.name.startswith(f".{path.name}.")]
+
+
+def sync_file(path: Path) -> None:
+    """Make what is in a file survive a power cut. Raises OSError, also for what could not be written before."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in `directory` survive a power cut. Raises OSError."""
+    sync_file(directory)
 
 
 def write_json_atomic(path: Path, value: Any) -> None:

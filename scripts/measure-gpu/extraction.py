@@ -129,7 +129,7 @@ class Measurement:
             watched([*_pids(server), os.getpid()], self.peaks["extract"]),
             extracting.open_store(job, identity) as writer,
         ):
-            async with connect(server) as states:
+            async with connect(server, Quiet(self.reporter)) as states:
                 summary = await extracting.Extraction(job, template, states, writer, Quiet(self.reporter)).run()
             begin = time.perf_counter()
             await asyncio.to_thread(writer.finish)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,22 +18,10 @@ from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.store.inspect import Request, inspect
 from eagle3_serve.drafting.store.render import show
 from eagle3_serve.store_cli import store_app
-from tests.unit.drafting.store.synthetic import LAYERS, TEXTS, Target, rewrite, write_store, write_target
+from tests.unit.drafting.store.conftest import sound, store, target
+from tests.unit.drafting.store.synthetic import LAYERS, TEXTS, Target, rewrite
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return write_target(tmp_path_factory.mktemp("target") / "synthetic")
-
-
-@pytest.fixture(scope="module")
-def sound(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_store(tmp_path_factory.mktemp("store") / "sound", target, finish=True)
-
-
-@pytest.fixture
-def store(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "store"))
+__all__ = ["sound", "store", "target"]  # fixtures
 
 
 def run(*arguments: str) -> Result:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -73,9 +73,20 @@ def kind_of(reason: str) -> str:
     return re.sub(r"\d+", "N", reason)
 
 
-def require_usable(paths: Iterable[Path]) -> bool:
+def digest(path: Path) -> str:
+    """Hex SHA-256 of a file to read. Raises ConfigError."""
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def require_usable(digests: Mapping[Path, str]) -> bool:
     """Look into each file as far as its first conversation; whether any of them is messages. Raises ConfigError."""
-    first = [next(each for each in read_conversations(path) if isinstance(each, Conversation)) for path in paths]
+    first = [
+        next(each for each in read_conversations(path, known) if isinstance(each, Conversation))
+        for path, known in digests.items()
+    ]
     return any(each.messages is not None for each in first)
 
 
@@ -83,18 +94,15 @@ class _LineError(Exception):
     """Why a line cannot be used."""
 
 
-def read_conversations(path: Path) -> Iterator[Conversation | Rejected]:
-    """Everything in `path`, in order, one at a time.
+def read_conversations(path: Path, known: str | None = None) -> Iterator[Conversation | Rejected]:
+    """Everything in `path`, in order, one at a time. `known`: its `digest`, where that was asked for before.
 
     Raises ConfigError for a file that cannot be read (at once) and for one that holds nothing usable (at its end).
     """
-    try:
-        digest = sha256_file(path)[:_ID_DIGITS]
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    prefix = (known or digest(path))[:_ID_DIGITS]
     lines = _text_pieces(path) if _is_text(path) else _lines(path)
     read = _document if _is_text(path) else _record
-    return _read(path, digest, lines, read)
+    return _read(path, prefix, lines, read)
 
 
 def count(path: Path) -> int:
@@ -108,10 +116,10 @@ def count(path: Path) -> int:
         raise _unreadable(path, error) from error
 
 
-def _read(path: Path, digest: str, pieces: Iterator[tuple[int, bytes]], read: Any) -> Iterator[Conversation | Rejected]:
+def _read(path: Path, prefix: str, pieces: Iterator[tuple[int, bytes]], read: Any) -> Iterator[Conversation | Rejected]:
     usable, first_reason = 0, ""
     for number, data in pieces:
-        identity, where = f"{digest}:{number}", f"{path}:{number}"
+        identity, where = f"{prefix}:{number}", f"{path}:{number}"
         try:
             if len(data) >= _LONGEST_LINE_BYTES:
                 raise _LineError(f"it has more than {_LONGEST_LINE_BYTES >> 20} MiB")  # noqa: TRY301

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_serve.core.errors import StoreError
-from eagle3_serve.core.files import sync_directory, write_atomic
+from eagle3_serve.core.files import left_behind, sync_directory, sync_file, write_atomic
 
 COUNTS_FILE = "token_freq.pt"
 _ROWS_AT_ONCE = 128
@@ -55,6 +55,7 @@ def write(directory: Path, shards: Sequence[Path]) -> None:
         write_atomic(directory / COUNTS_FILE, buffer.getvalue())
         # The state file last: what has one is whole.
         for file in sorted((temporary / "made").iterdir(), key=lambda each: each.name == _STATE_FILE):
+            sync_file(file)
             file.rename(directory / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -67,6 +68,8 @@ def remove(directory: Path) -> None:
     for pattern in ("data-*.arrow", "dataset_info.json", COUNTS_FILE):
         for file in directory.glob(pattern):
             file.unlink()
+    for file in left_behind(directory / COUNTS_FILE):
+        file.unlink()
     for left in directory.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(left, ignore_errors=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,7 @@ from eagle3_serve.config.schema import Config
 from eagle3_serve.core.checkpoint_files import read_config, text_config
 from eagle3_serve.core.contract import EMBEDDING, default_layers
 from eagle3_serve.core.errors import CheckpointError, ConfigError, ContractError, StoreError
-from eagle3_serve.core.files import sha256_file
-from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, count, read_conversations
+from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, count, digest, read_conversations
 from eagle3_serve.drafting.extract.provenance import Identity, target_digest, tokenizer_digest
 from eagle3_serve.drafting.extract.servers import Sampling
 from eagle3_serve.serving.preflight import read_checkpoints
@@ -134,12 +134,17 @@ class Job:
             "target_path": str(self.config.target.path.absolute()),
         }
 
+    @cached_property
+    def digests(self) -> dict[Path, str]:
+        """Of the input files, hex SHA-256; read once, because they may be as large as a disk. Raises ConfigError."""
+        return {path: digest(path) for path in dict.fromkeys(self.options.inputs)}
+
     def inputs(self, before: Sequence[Mapping[str, str]] = ()) -> list[dict[str, str]]:
         """The files that the store's samples come from, those of runs `before` first.
 
         Raises StoreError for one that was changed since: all of its samples would come again under other ids.
         """
-        now = {str(path.absolute()): sha256_file(path) for path in self.options.inputs}
+        now = {str(path.absolute()): sha256 for path, sha256 in self.digests.items()}
         for file in before:
             if now.get(file["path"], file["sha256"]) != file["sha256"]:
                 raise StoreError(
@@ -148,12 +153,13 @@ class Job:
                     remedy="put the file back, give what is new in a file of its own, or write into another directory",
                 )
         known = {file["path"] for file in before}
-        new = [{"path": path, "sha256": digest} for path, digest in now.items() if path not in known]
+        new = [{"path": path, "sha256": sha256} for path, sha256 in now.items() if path not in known]
         return [*map(dict, before), *new]
 
     def conversations(self) -> Iterator[Conversation | Rejected]:
         """All inputs in order, as many as asked for. Raises ConfigError."""
-        return islice((item for path in self.options.inputs for item in read_conversations(path)), self.options.limit)
+        read = (item for path in self.options.inputs for item in read_conversations(path, self.digests[path]))
+        return islice(read, self.options.limit)
 
     def count(self) -> int:
         """How many those are. Raises ConfigError."""

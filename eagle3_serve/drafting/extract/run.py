@@ -4,8 +4,8 @@
 
 Eight batches are under way at once and are written in the conversations' order, so memory stays bounded. A batch is
 256 MiB of states at most, counted as float32, or one sample that is larger: in the engine's process 2 GiB for eight of
-them, here as much again. (Of samples that are longer fewer are under
-way, so that 4 GiB hold them; a gateway's answers are in memory twice while they are read.)
+them, here as much again. (Of samples that are longer fewer are under way, so that 4 GiB hold them; a gateway's answers
+are in memory twice while they are read.)
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def extract_started(source: ConfigSource, options: Options, reporter: Repo
     overlay = planned.plan.overlay
     identity = await asyncio.to_thread(job.identity, template, sglang=overlay.release, overlay=overlay.id)
     with await asyncio.to_thread(open_store, job, identity) as writer:
-        async with started(resolved, reporter, "extraction") as server, connect(server) as states:
+        async with started(resolved, reporter, "extraction") as server, connect(server, reporter) as states:
             summary = await Extraction(job, template, states, writer, reporter).run()
         return await _finished(writer, summary)
 
@@ -91,7 +91,7 @@ async def extract_started(source: ConfigSource, options: Options, reporter: Repo
 async def extract_attached(url: str, source: ConfigSource, options: Options, reporter: Reporter) -> Summary:
     """Ask a running gateway whose tap.mode is store. Raises EngineRequestError and what `extract_started` raises."""
     server = await attached(url, source.resolve().secrets)
-    async with GatewayStates(server) as states:
+    async with GatewayStates(server, reporter) as states:
         info = await states.info()
         layers = served.layers(info, url, options.layers)
         config = config_of(info, source)
@@ -111,7 +111,7 @@ async def extract_attached(url: str, source: ConfigSource, options: Options, rep
 def load_template(job: Job) -> ChatTemplate:
     """The target's, tried on a question where the inputs have any. Raises ConfigError for an input without anything
     usable, and CheckpointError."""
-    has_messages = require_usable(job.options.inputs)
+    has_messages = require_usable(job.digests)
     target = job.config.target
     template = ChatTemplate.load(target.path, target.trust_remote_code, job.options.template_args)
     if has_messages:
@@ -238,17 +238,18 @@ class Extraction:
                     yield _Item(each, number)
 
     async def _fetch(self, batch: list[_Item]) -> tuple[list[_Item], list[Captured]]:
-        """States for a batch; what fails in company is tried once more alone."""
-        try:
-            captured = await self._server.states([item.prompt.token_ids for item in batch])
-        except PromptRefusedError as error:
-            if len(batch) == 1:
-                return batch, [Captured((), problem=str(error))]
-            captured = [Captured((), problem="refused in company")] * len(batch)
+        """States for a batch; what is refused in company, or not there, is tried once more alone."""
+        captured = await self._states(batch)
         for number, (item, found) in enumerate(zip(batch, captured, strict=True)):
-            if found.problem and len(batch) > 1:
-                _, (captured[number],) = await self._fetch([item])
+            if found.problem and not (len(batch) == 1 and found.refused):
+                (captured[number],) = await self._states([item])
         return batch, captured
+
+    async def _states(self, batch: Sequence[_Item]) -> list[Captured]:
+        try:
+            return await self._server.states([item.prompt.token_ids for item in batch])
+        except PromptRefusedError as error:
+            return [Captured((), problem=str(error), refused=True)] * len(batch)
 
     def _store(self, batch: Sequence[_Item], captured: Sequence[Captured]) -> list[tuple[Prompt, str]]:
         """Write the good ones; the others, with reasons."""

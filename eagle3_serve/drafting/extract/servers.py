@@ -2,6 +2,10 @@
 
 `EngineStates` talks to SGLang itself and reads the tap's files, for a stack that this process started. `GatewayStates`
 asks a running gateway of `eagle3-serve launch` (tap.mode: store), with its admin key.
+
+What a server refuses before it has done anything is asked again later (`patience.py`). A request whose answer was lost
+is not: it may be what ended the server. States whose collecting was refused or lost are prefilled again. No request id
+is used twice: what an earlier try may have left in the tap is nobody's.
 """
 
 from __future__ import annotations
@@ -21,19 +25,24 @@ import httpx
 from eagle3_serve.core.checkpoint_files import read_metadata
 from eagle3_serve.core.client import refusal_remedy
 from eagle3_serve.core.errors import EngineRequestError
+from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.core.tap_protocol import STORED_PREFIX
+from eagle3_serve.drafting.extract.patience import Patience, ServerBusyError, retry_after_s
 from eagle3_serve.drafting.stacks import Server
 from eagle3_serve.serving.tap import TapControl
 
 if TYPE_CHECKING:
     import torch
 
-_TIMEOUT_S = 1800
+_TIMEOUT = httpx.Timeout(1800, connect=10)
+_IDLE_S = 3.0  # SGLang closes an idle connection after five, and a request must not be sent into a closing one
 _LOOK_EVERY_S = 1.0
 _ADMIN = "admin key: EAGLE3_SERVE__GATEWAY__ADMIN_KEY, or gateway.admin_key_file"
 _NO_TAP = "a server with tap.mode: store and an admin key is needed: `eagle3-serve launch --set tap.mode=store`"
+_BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 # A prompt that is too long for the engine, or for the gateway's max_body_bytes.
 _OF_ONE_PROMPT = (httpx.codes.BAD_REQUEST, httpx.codes.REQUEST_ENTITY_TOO_LARGE)
+_SAME = ("target_digest", "sglang", "overlay", "layers")  # of /internal/info: whose states they are
 _NO_IDS = "this server's API gives no token ids (SGLang before 0.5.23): extract with --config instead of --url"
 
 
@@ -41,13 +50,14 @@ _NO_IDS = "this server's API gives no token ids (SGLang before 0.5.23): extract 
 class Captured:
     """What one prefill left in the tap: `token_ids` [T] int64, `states` [T, S, H] in the model's dtype, S as `layers`.
 
-    `problem` says why there is nothing.
+    `problem` says why there is nothing; `refused`: because the server will not take the prompt.
     """
 
     layers: tuple[int, ...]
     token_ids: torch.Tensor | None = None
     states: torch.Tensor | None = None
     problem: str | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,10 @@ class PromptRefusedError(EngineRequestError):
         return f"the engine refuses it: {self.message}"
 
 
+class LostAnswerError(EngineRequestError):
+    """A request was sent, and no answer came: what became of it is not known."""
+
+
 class StateServer(Protocol):
     """An async context manager."""
 
@@ -91,18 +105,25 @@ class StateServer(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
 
-def connect(server: Server) -> StateServer:
-    """The way to `server`: directly where this process started it, else through its gateway."""
-    return GatewayStates(server) if server.plan is None or server.engine_url is None else EngineStates(server)
+def connect(server: Server, reporter: Reporter | None = None) -> StateServer:
+    """The way to `server`: directly where this process started it, else through its gateway. `reporter`: is told of
+    waits."""
+    kind = GatewayStates if server.plan is None or server.engine_url is None else EngineStates
+    return kind(server, reporter)
 
 
 class _Http:
-    """JSON over HTTP with this product's errors; what the server says of one prompt is a PromptRefusedError."""
+    """JSON over HTTP with this product's errors; what the server says of one prompt is a PromptRefusedError.
 
-    def __init__(self, url: str) -> None:
+    `restarts`: whether one that cannot be reached may come back.
+    """
+
+    def __init__(self, url: str, reporter: Reporter | None, *, restarts: bool) -> None:
         # As many at once as the caller has in flight; it bounds them.
-        limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, trust_env=False, limits=limits)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S)
+        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, trust_env=False, limits=limits)
+        self._patience = Patience(url, reporter)
+        self._restarts = restarts
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,38 +140,52 @@ class _Http:
         response = await self._send(method, path, key, body)
         if response.status_code == httpx.codes.OK:
             return response
+        said = f"{self._http.base_url}{path} answered {response.status_code}: {response.text[:500]}"
         remedy = refusal_remedy(response.status_code)
+        if response.status_code in _BUSY:
+            when = retry_after_s(response.headers)
+            raise ServerBusyError(said, remedy=remedy, why=_why(response), retry_after_s=when)
         kind = EngineRequestError if response.status_code not in _OF_ONE_PROMPT else PromptRefusedError
         if path.startswith("/internal/"):
             kind = EngineRequestError
             absent = response.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND)
             remedy = _NO_TAP if absent else refusal_remedy(response.status_code, _ADMIN)
-        raise kind(f"{self._http.base_url}{path} answered {response.status_code}: {response.text[:500]}", remedy=remedy)
+        raise kind(said, remedy=remedy)
 
     async def _send(
         self, method: str, path: str, key: str | None = None, body: dict[str, Any] | None = None
     ) -> httpx.Response:
-        """Whatever is answered. Raises EngineRequestError where nothing is."""
+        """Whatever is answered. Raises LostAnswerError where nothing is, and ServerBusyError where nothing was sent and
+        the server may come back."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             return await self._http.request(method, path, json=body, headers=headers)
         except httpx.HTTPError as error:
-            raise EngineRequestError(
-                f"no answer from {self._http.base_url}: {error or type(error).__name__}",
-                remedy="is the server still running? Its log says more",
-            ) from error
+            said = f"no answer from {self._http.base_url}: {error or type(error).__name__}"
+            remedy = "is the server still running? Its log says more"
+            if self._restarts and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                raise ServerBusyError(said, remedy=remedy, why="it cannot be reached") from error
+            raise LostAnswerError(said, remedy=remedy) from error
 
 
 class EngineStates(_Http):
     """SGLang's own API, and the tap's files."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, reporter: Reporter | None = None) -> None:
         assert server.plan is not None
         assert server.engine_url is not None
-        super().__init__(server.engine_url)
+        super().__init__(server.engine_url, reporter, restarts=False)
         self._control = TapControl(server.plan.engine.report_dir, server.plan.engine.tp_size)
 
     async def states(self, prompts: Sequence[Sequence[int]]) -> list[Captured]:
+        path = await self._collect(await self._patience.ask(lambda: self._prefill(prompts)))
+        try:
+            return await asyncio.to_thread(_read_file, path)
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _prefill(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """The requests' ids."""
         rids = _request_ids(len(prompts))
         body = {
             "rid": rids,
@@ -158,11 +193,7 @@ class EngineStates(_Http):
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         }
         await self._post("/generate", body)
-        path = await self._collect(rids)
-        try:
-            return await asyncio.to_thread(_read_file, path)
-        finally:
-            path.unlink(missing_ok=True)
+        return rids
 
     async def _collect(self, rids: list[str]) -> Path:
         """The tap's file. An engine that dies leaves the question without an answer, so it is looked at meanwhile."""
@@ -189,35 +220,62 @@ class EngineStates(_Http):
                 "sampling_seed": sampling.seed,
             },
         }
-        return [int(token) for token in (await self._post("/generate", body)).json()["output_ids"]]
+        answer = await self._patience.ask(lambda: self._post("/generate", body))
+        return [int(token) for token in answer.json()["output_ids"]]
 
 
 class GatewayStates(_Http):
     """The gateway's completions, and its route to the tap."""
 
-    def __init__(self, server: Server) -> None:
-        super().__init__(server.url)
+    def __init__(self, server: Server, reporter: Reporter | None = None) -> None:
+        super().__init__(server.url, reporter, restarts=True)
         self._server = server
+        self._first_info: dict[str, Any] | None = None
 
     async def states(self, prompts: Sequence[Sequence[int]]) -> list[Captured]:
-        rids = _request_ids(len(prompts))
-        # All are waited for: one that is refused must not leave the others running behind it.
-        refused = await asyncio.gather(*map(self._prefill, rids, prompts), return_exceptions=True)
-        for error in refused:
-            if error is not None and not isinstance(error, PromptRefusedError):
-                raise error
-        taken = [rid for rid, error in zip(rids, refused, strict=True) if error is None]
+        """As StateServer says. After `info`, EngineRequestError also where the server is another one than it was."""
+        # Prefilled again where collecting failed: a server that was started anew has nothing to collect.
+        found = await self._patience.ask(lambda: self._prefilled_and_collected(prompts))
+        if self._first_info is not None:
+            await self.info()
+        return found
+
+    async def _prefilled_and_collected(self, prompts: Sequence[Sequence[int]]) -> list[Captured]:
+        prefills = [asyncio.ensure_future(self._prefill(prompt)) for prompt in prompts]
+        try:
+            prefilled = await asyncio.gather(*prefills)
+        finally:  # one that fails leaves none of the others running behind it, or waiting for the server
+            for each in prefills:
+                each.cancel()
+            await asyncio.gather(*prefills, return_exceptions=True)
+        taken = [rid for rid in prefilled if isinstance(rid, str)]
         found: list[Captured] = []
         if taken:
-            answer = await self._post("/internal/tap/collect", {"rids": taken}, self._server.admin_key)
+            try:
+                answer = await self._post("/internal/tap/collect", {"rids": taken}, self._server.admin_key)
+            except LostAnswerError as error:
+                raise ServerBusyError(error.message, remedy=error.remedy, why="the connection was lost") from error
             found = await asyncio.to_thread(_read_bytes, answer.content)
         captured = iter(found)
-        return [next(captured) if error is None else Captured((), problem=str(error)) for error in refused]
+        return [
+            next(captured) if isinstance(each, str) else Captured((), problem=str(each), refused=True)
+            for each in prefilled
+        ]
 
     async def info(self) -> dict[str, Any]:
-        """What the server says of itself. Raises EngineRequestError."""
-        response = await self._request("GET", "/internal/info", self._server.admin_key)
-        answer: dict[str, Any] = response.json()
+        """What the server says of itself. Raises EngineRequestError, also for one that was started anew meanwhile with
+        another target, SGLang, overlay or layers."""
+        ask = self._patience.ask
+        answer: dict[str, Any] = (
+            await ask(lambda: self._request("GET", "/internal/info", self._server.admin_key))
+        ).json()
+        first = self._first_info = self._first_info or answer
+        if different := [name for name in _SAME if answer.get(name) != first.get(name)]:
+            facts = "; ".join(f"{name}: {first.get(name)} before, {answer.get(name)} now" for name in different)
+            raise EngineRequestError(
+                f"{self._server.url} is not the server that it was: {facts}",
+                remedy="start it as it was, and go on with --resume; or extract with this one into another directory",
+            )
         return answer
 
     async def answer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
@@ -230,20 +288,39 @@ class GatewayStates(_Http):
             "seed": sampling.seed,
             "return_token_ids": True,
         }
-        choice = (await self._post("/v1/completions", body, self._server.api_key)).json()["choices"][0]
+        answer = await self._patience.ask(lambda: self._post("/v1/completions", body, self._server.api_key))
+        choice = answer.json()["choices"][0]
         if choice.get("token_ids") is None:
             raise EngineRequestError(f"{self._server.url} gives no token ids", remedy=_NO_IDS)
         return [int(token) for token in choice["token_ids"]]
 
-    async def _prefill(self, rid: str, prompt: Sequence[int]) -> None:
-        body = {"model": self._server.model, "prompt": list(prompt), "rid": rid, "max_tokens": 1, "temperature": 0}
-        await self._post("/v1/completions", body, self._server.api_key)
+    async def _prefill(self, prompt: Sequence[int]) -> str | PromptRefusedError:
+        """The request's id, or why this prompt has none."""
+
+        async def one() -> str:
+            (rid,) = _request_ids(1)
+            body = {"model": self._server.model, "prompt": list(prompt), "rid": rid, "max_tokens": 1, "temperature": 0}
+            await self._post("/v1/completions", body, self._server.api_key)
+            return rid
+
+        try:
+            return await self._patience.ask(one)
+        except PromptRefusedError as error:
+            return error
 
 
 def _request_ids(count: int) -> list[str]:
     """Never the same twice: an engine that is asked again must not hand out what an earlier asker left."""
     run = secrets.token_hex(8)
     return [f"{STORED_PREFIX}{run}-{number}" for number in range(count)]
+
+
+def _why(response: httpx.Response) -> str:
+    """The status, and what this product's gateway says beside it."""
+    try:
+        return f"{response.status_code}: {response.json()['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return str(response.status_code)
 
 
 def _read_file(path: Path) -> list[Captured]:

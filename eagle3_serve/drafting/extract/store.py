@@ -11,11 +11,13 @@ training library reads by itself.
     DATA/*.arrow, dataset_info.json, state.json, token_freq.pt
                           a Hugging Face dataset and token counts, for the library; made by `finish`
 
-A process that is killed at any moment leaves whole samples and at most one file more than the index knows.
+A process that is killed at any moment leaves whole samples, and files of the batch it was writing that the index does
+not know; who goes on removes those.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 from eagle3_serve.core.checkpoint_files import read_metadata
 from eagle3_serve.core.errors import CheckpointError, EagleServeError, StoreError
 from eagle3_serve.core.files import sha256_file, write_atomic, write_json_atomic
+from eagle3_serve.core.locks import lock_directory
 from eagle3_serve.drafting.extract import dataset
 from eagle3_serve.drafting.extract.provenance import Identity, target_digest, tokenizer_digest
 from eagle3_serve.drafting.extract.sample import Sample, SampleError, check_sample, torch_dtype
@@ -41,7 +44,6 @@ from eagle3_serve.drafting.extract.store_files import (
     Skipped,
     disk,
     disk_error,
-    locked,
     read_index,
     read_skipped,
     read_store_file,
@@ -69,7 +71,8 @@ class StoreWriter:
         self._description = dict(description)
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="store", initializer=_one_thread_each)
         self._complete = False
-        self._lock = locked(directory)
+        with disk(f"opening {directory}"):
+            self._lock = lock_directory(directory, StoreError)
         try:
             if not resumed:  # another may have been faster
                 require_blank(directory)
@@ -171,8 +174,9 @@ class StoreWriter:
             failed = failed or error
             if failed is None:
                 written.append(writing.result())
-        for row in range(first + len(written), first + len(samples)):
-            shard_file(self._directory, row).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # who goes on removes what the index does not know
+            for row in range(first + len(written), first + len(samples)):
+                shard_file(self._directory, row).unlink(missing_ok=True)
         if written:
             self._append(written)
         if failed is not None:
@@ -254,9 +258,10 @@ class StoreWriter:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(self._index.fileno())
         except EagleServeError:
-            os.ftruncate(self._index.fileno(), end)
-            for entry in entries:
-                shard_file(self._directory, entry.row).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the index first: it must not promise shards that are gone
+                os.ftruncate(self._index.fileno(), end)
+                for entry in entries:
+                    shard_file(self._directory, entry.row).unlink(missing_ok=True)
             raise
         self.entries += entries
         self.ids |= {entry.id for entry in entries}
@@ -371,7 +376,10 @@ class Store:
 
 
 def _one_thread_each() -> None:
-    """The threads of the pool are enough: each with a team of torch's own would take the cores from the engine."""
+    """The threads of the pool are enough: each with a team of torch's own would take the cores from the engine.
+
+    Threads that use torch for the first time after this have no team either; those that used it before keep theirs.
+    """
     import torch  # noqa: PLC0415 - seconds
 
     torch.set_num_threads(1)

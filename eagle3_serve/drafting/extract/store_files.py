@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_serve.core.errors import DiskFullError, StoreError
-from eagle3_serve.core.files import replaced, sha256_file
+from eagle3_serve.core.files import left_behind, replaced, sha256_file
+from eagle3_serve.core.locks import LOCK_FILE
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,6 @@ STORE_FILE = "store.json"
 INDEX_FILE = "index.jsonl"
 SKIPPED_FILE = "skipped.jsonl"
 STATES = "hidden_states"
-LOCK_FILE = ".lock"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -74,25 +73,6 @@ def _as_os_error(error: Exception) -> OSError:
     """Of the library's error its reason, which is text there."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
-
-
-def locked(directory: Path) -> int:
-    """A descriptor that holds the store for this process until it is closed. Raises StoreError."""
-    with disk(f"opening {directory}"):
-        handle = os.open(directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise StoreError(
-            f"another process writes into {directory}", remedy="wait for it, or name another directory"
-        ) from error
-    except OSError as error:
-        os.close(handle)
-        raise StoreError(
-            f"{directory} cannot be locked: {error.strerror}", remedy="name a directory on a file system with locks"
-        ) from error
-    return handle
 
 
 def read_store_file(directory: Path) -> dict[str, Any]:
@@ -164,10 +144,10 @@ def recovered(directory: Path) -> list[Entry]:
             )
     if (directory / INDEX_FILE).exists():
         os.truncate(directory / INDEX_FILE, whole)
-    known = {shard_file(directory, entry.row).name for entry in entries}
-    for file in (directory / STATES).iterdir():
-        if file.name not in known:
-            file.unlink()
+    known = {shard_file(directory, entry.row) for entry in entries}
+    left = [file for name in (STORE_FILE, SKIPPED_FILE) for file in left_behind(directory / name)]
+    for file in {*(directory / STATES).iterdir(), *left} - known:
+        file.unlink()
     return entries
 
 
@@ -192,9 +172,8 @@ def is_blank(directory: Path) -> bool:
         return has_index and read_store_file(directory)["samples"] == 0 and not read_index(directory)[0]
     # Begun by a process that was killed before it said what it was doing.
     states = directory / STATES
-    return {child.name for child in directory.iterdir()} <= {LOCK_FILE, STATES, INDEX_FILE} and not (
-        states.exists() and any(states.iterdir())
-    )
+    begun = {states, directory / LOCK_FILE, directory / INDEX_FILE, *left_behind(directory / STORE_FILE)}
+    return begun.issuperset(directory.iterdir()) and not (states.exists() and any(states.iterdir()))
 
 
 def require_blank(directory: Path) -> None:

@@ -9,11 +9,9 @@ work/, which every process makes anew and a finished run has no longer.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from eagle3_serve import __version__
 from eagle3_serve.config.artifacts import dump_yaml
 from eagle3_serve.core.errors import CheckpointError, ConfigError, DiskFullError, TrainingError
 from eagle3_serve.core.files import write_atomic, write_json_atomic
+from eagle3_serve.core.locks import LOCK_FILE, lock_directory
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.follow import LOG_FILE, METRICS_FILE, follow
@@ -38,8 +37,8 @@ from eagle3_serve.drafting.train.soundness import require_sound
 
 RUN_FILE, OPTIONS_FILE = "run.json", "train.yaml"
 # What may be there of a run that failed before the library's first record.
-_OWN = {RUN_FILE, OPTIONS_FILE, LOG_FILE, ".lock", "work", "checkpoints"}
-_ORPHAN_ENDS_S, _POLL_S = 5.0, 0.1
+_OWN = {RUN_FILE, OPTIONS_FILE, LOG_FILE, LOCK_FILE, "work", "checkpoints"}
+_ORPHAN_ENDS_S = 5.0
 # Below these a training is worth a warning: part of the tokens, and how many.
 _COVERAGE, _MEASURED = 0.9, 500
 
@@ -157,30 +156,13 @@ def _claimed(out: Path) -> Iterator[int]:
     that no other one begins while an orphan ends, which takes it a moment."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        handle = lock_directory(out, ConfigError, holder="training", wait_s=_ORPHAN_ENDS_S)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}", remedy="name another --out") from error
     try:
-        deadline = time.monotonic() + _ORPHAN_ENDS_S
-        while not _locked(handle):
-            if time.monotonic() > deadline:
-                raise ConfigError(f"another training writes into {out}", remedy="wait for it, or name another --out")
-            time.sleep(_POLL_S)
         yield handle
     finally:
         os.close(handle)
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise ConfigError(
-            f"the file system of --out has no locks ({error.strerror})", remedy="name an --out on a local disk"
-        ) from error
-    return True
 
 
 @contextmanager

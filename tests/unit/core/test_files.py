@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
-from eagle3_serve.core.files import sha256_file, write_atomic, write_json_atomic
+from eagle3_serve.core.files import left_behind, replaced, sha256_file, write_atomic, write_json_atomic
 
 
 def test_a_written_file_is_whole_and_leaves_no_temporary_name(tmp_path: Path) -> None:
@@ -30,6 +31,35 @@ def test_a_failed_write_keeps_the_old_content_and_cleans_up(tmp_path: Path) -> N
 def test_the_mode_can_be_private(tmp_path: Path) -> None:
     write_atomic(tmp_path / "key", b"secret", mode=0o600)
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_library_puts_in_its_place_is_what_becomes_the_file(tmp_path: Path) -> None:
+    with replaced(tmp_path / "shard", mode=0o640) as temporary:
+        (tmp_path / "other").write_text("written elsewhere")
+        (tmp_path / "other").replace(temporary)
+        assert left_behind(tmp_path / "shard") == [temporary]
+        assert not (tmp_path / "shard").exists()
+    assert (tmp_path / "shard").read_text() == "written elsewhere"
+    assert (tmp_path / "shard").stat().st_mode & 0o777 == 0o640
+    assert left_behind(tmp_path / "shard") == []
+
+
+def test_what_happened_in_the_block_is_told_although_nothing_can_be_removed_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(_: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(OSError, match="Input/output error"), replaced(tmp_path / "file"):
+        raise OSError(errno.EIO, "Input/output error")
+    assert [file.parent for file in left_behind(tmp_path / "file")] == [tmp_path]
+
+
+def test_a_name_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    (tmp_path / ".a[b].json.k1ll3d").touch()
+    (tmp_path / ".ab.json.other").touch()
+    assert [file.name for file in left_behind(tmp_path / "a[b].json")] == [".a[b].json.k1ll3d"]
 
 
 def test_json_ends_with_a_newline_and_keeps_order(tmp_path: Path) -> None:

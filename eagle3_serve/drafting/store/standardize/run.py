@@ -12,7 +12,7 @@ from eagle3_serve import __version__
 from eagle3_serve.core.errors import ConfigError, DiskFullError, PartialResultError, StoreError
 from eagle3_serve.core.reporter import Reporter
 from eagle3_serve.drafting.extract.store import SampleError, Store, StoreWriter
-from eagle3_serve.drafting.extract.store_files import LOCK_FILE, STORE_FILE
+from eagle3_serve.drafting.extract.store_files import STORE_FILE
 from eagle3_serve.drafting.store.inspect import compare, spread
 from eagle3_serve.drafting.store.standardize.checks import Chosen, build, choose
 from eagle3_serve.drafting.store.standardize.decide import decide_last
@@ -136,10 +136,6 @@ def _writer(request: Request, plan: Plan) -> StoreWriter:
     settings = {"source": "standardize", "format": str(plan.source.format), "last": str(plan.last)}
     if (request.destination / STORE_FILE).exists():
         return StoreWriter.resume(request.destination, identity, settings)
-    if request.destination.is_dir() and any(file.name != LOCK_FILE for file in request.destination.iterdir()):
-        raise StoreError(
-            f"{request.destination} is neither empty nor a store to go on with", remedy="name another directory"
-        )
     about = {
         "made_by": f"eagle3-serve {__version__} store standardize",
         "source": str(request.source.resolve()),

@@ -15,12 +15,14 @@ import torch
 
 from eagle3_serve.config.resolve import load_config
 from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestError, StoreError
+from eagle3_serve.core.files import sha256_file
 from eagle3_serve.core.reporter import JsonReporter
 from eagle3_serve.core.resources import data_directory
+from eagle3_serve.drafting.extract import conversations
 from eagle3_serve.drafting.extract.estimate import estimate
 from eagle3_serve.drafting.extract.job import Job, Options, prepare
 from eagle3_serve.drafting.extract.prompts import ChatTemplate
-from eagle3_serve.drafting.extract.run import Extraction, Summary, _finished, open_store
+from eagle3_serve.drafting.extract.run import Extraction, Summary, _finished, load_template, open_store
 from eagle3_serve.drafting.extract.servers import Captured, PromptRefusedError, Sampling
 from eagle3_serve.drafting.extract.store import Entry, Sample, Store, StoreWriter
 
@@ -127,6 +129,40 @@ async def test_a_problem_that_goes_away_is_none(tmp_path):
     summary, store = await run(job(tmp_path, [ids(1, 2, 3), ids(4, 5, 6)]), Forgetful())
     assert len(store) == 2
     assert not summary.skipped
+
+
+async def test_a_sample_that_is_alone_in_its_batch_and_was_lost_is_asked_for_again(tmp_path):
+    """So it is after a gateway was started again between prefilling and collecting."""
+
+    class Restarted(ScriptedServer):
+        async def states(self, prompts: Sequence[Sequence[int]]) -> list[Captured]:
+            found = await super().states(prompts)
+            return found if len(self.calls) > 1 else [Captured((), problem="no prefill of this request was seen")]
+
+    summary, store = await run(job(tmp_path, [ids(1, 2, 3)]), server := Restarted())
+    assert (len(store), summary.skipped.total(), server.calls) == (1, 0, [1, 1])
+
+
+async def test_each_input_file_is_hashed_once_in_a_run(tmp_path, monkeypatch):
+    hashed: list[str] = []
+
+    def noted(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(conversations, "sha256_file", noted)
+    (tmp_path / "more.txt").write_text("More to read.")
+    for resume in (False, True):
+        first = job(tmp_path, [ids(1, 2, 3)])
+        inputs = (*first.options.inputs, tmp_path / "more.txt")
+        work = prepare(first.config, Options(inputs, first.options.out, resume=resume))
+        load_template(work)
+        await extract(work, ScriptedServer())
+        assert sorted(hashed) == ["more.txt", "text.jsonl"]
+        hashed.clear()
+    store = Store.open(work.options.out)
+    assert [each["sha256"] for each in store.about["inputs"]] == [sha256_file(path) for path in inputs]
+    assert [entry.id.partition(":")[0] for entry in store.entries] == [sha256_file(path)[:12] for path in inputs]
 
 
 async def test_the_same_text_twice_gives_each_sample_once(tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestError, StoreError
 from eagle3_serve.core.reporter import JsonReporter
 from eagle3_serve.core.resources import data_directory
-from eagle3_serve.drafting.extract import served
+from eagle3_serve.drafting.extract import patience, served
 from eagle3_serve.drafting.extract.job import Options
 from eagle3_serve.drafting.extract.provenance import target_digest
 from eagle3_serve.drafting.extract.run import Summary, extract_attached
@@ -98,6 +98,32 @@ async def test_a_server_that_belongs_to_the_configuration_is_extracted_from(gate
     assert store.complete
     assert store.sample(0).states[0, :, 0].tolist() == [2, 30, 58, 60]
     assert store.identity.target == DIGEST
+
+
+async def test_a_whole_extraction_waits_for_a_server_that_is_busy_and_then_goes_on(
+    gateway, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(patience, "_FIRST_WAIT_S", 0.2)
+    refused: dict[str, int] = {}
+
+    async def complete(request: Received, answer: Answering) -> None:
+        prompt = str(json.loads(request.body)["prompt"])
+        refused[prompt] = refused.get(prompt, 0) + 1
+        if refused[prompt] > 2:
+            await gateway._complete(request, answer)
+        else:
+            await answer.json((503, 429)[refused[prompt] % 2], {})
+
+    gateway.on("/v1/completions", complete)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"input_ids": [token, 6, 7]}) + "\n" for token in range(10, 60)))
+    options = Options((text,), tmp_path / "store")
+    summary = await extract_attached(gateway.url, ConfigSource(CONFIG), options, JsonReporter())
+    assert (summary.samples, summary.skipped.total()) == (50, 0)
+    assert [entry.row for entry in Store.open(tmp_path / "store").entries] == list(range(50))
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    # Once for the three tokens that are tried first, once for the text.
+    assert [each for each in events if each in ("waiting", "going-on")] == ["waiting", "going-on"] * 2
 
 
 async def test_a_server_with_another_target_is_refused_before_a_store_is_begun(gateway, tmp_path):

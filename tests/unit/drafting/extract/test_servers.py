@@ -19,7 +19,7 @@ from eagle3_serve.drafting.stacks import Server
 from tests.support.scripted_upstream import Answering, Received, ScriptedUpstream, scripted_upstream
 
 ADMIN, USER = "the-admin-key-0123456789", "a-user-key-0123456789"
-REFUSED, TOO_LARGE, BUSY = 400, 413, 503
+REFUSED, TOO_LARGE, FAILED = 400, 413, 500
 COMPLETIONS, COLLECT = "/v1/completions", "/internal/tap/collect"
 
 
@@ -30,7 +30,7 @@ async def gateway() -> AsyncIterator[ScriptedUpstream]:
 
     async def complete(request: Received, answer: Answering) -> None:
         body = json.loads(request.body)
-        if body["prompt"][0] in (REFUSED, TOO_LARGE, BUSY):
+        if body["prompt"][0] in (REFUSED, TOO_LARGE, FAILED):
             await answer.json(body["prompt"][0], {"error": {"message": "not this one"}})
             return
         prompts[body.get("rid", "")] = body["prompt"]
@@ -70,10 +70,10 @@ async def test_a_refused_prompt_is_marked_and_what_the_others_left_in_the_tap_is
     assert {each.header("authorization") for each in gateway.requests(COMPLETIONS)} == {f"Bearer {USER}"}
 
 
-async def test_a_server_that_is_busy_is_an_error_and_no_refused_prompt(gateway):
+async def test_a_server_that_fails_is_an_error_and_no_refused_prompt(gateway):
     async with ask(gateway) as server:
-        with pytest.raises(EngineRequestError, match="503") as error:
-            await server.states([[5, 6], [BUSY, 1]])
+        with pytest.raises(EngineRequestError, match="500") as error:
+            await server.states([[5, 6], [FAILED, 1]])
         assert not isinstance(error.value, PromptRefusedError)
 
 

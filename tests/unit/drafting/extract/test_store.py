@@ -160,6 +160,19 @@ def test_a_store_without_a_sample_may_be_begun_anew_with_another_target(tmp_path
         create(tmp_path / "s")
 
 
+def test_a_process_that_was_killed_before_it_said_what_it_began_is_no_hindrance(tmp_path):
+    (tmp_path / "s" / "hidden_states").mkdir(parents=True)
+    for name in (".lock", "index.jsonl", ".store.json.k1ll3d"):
+        (tmp_path / "s" / name).touch()
+    with create(tmp_path / "s") as writer:
+        writer.add(sample("a"))
+    assert not (tmp_path / "s" / ".store.json.k1ll3d").exists()
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / ".store.yaml.mine").touch()
+    with pytest.raises(StoreError, match="not empty"):
+        create(tmp_path / "t")
+
+
 def test_a_file_is_no_place_for_a_store(tmp_path):
     (tmp_path / "s").write_text("mine")
     with pytest.raises(StoreError, match="not empty"):
@@ -232,10 +245,15 @@ KILLED = """
     writer.add_many([sample("a", seed=1), sample("b", seed=2)])
     at = sys.argv[2]
     if at == "shard":
-        def half(path, content):
-            path.write_bytes(content[:40])
+        import safetensors.torch
+        def half(tensors, path, metadata):
+            path.write_bytes(bytes(40))
             os.kill(os.getpid(), signal.SIGKILL)
-        store.write_atomic = half
+        safetensors.torch.save_file = half
+    if at == "description":
+        from eagle3_serve.core import files
+        files.sync_file = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        writer.close()
     if at == "index":
         writer._append = lambda entries: (os.write(writer._index.fileno(), b'{"row": 2, "id": "c", "tok'),
                                           os.kill(os.getpid(), signal.SIGKILL))
@@ -249,7 +267,7 @@ KILLED = """
 
 
 @pytest.mark.engine  # for its length: three processes that import torch
-@pytest.mark.parametrize("at", ["shard", "index", "dataset"])
+@pytest.mark.parametrize("at", ["shard", "index", "dataset", "description"])
 def test_a_writer_that_is_killed_leaves_whole_samples_and_the_next_goes_on(tmp_path, at):
     killed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "s"), at], timeout=60, check=False
@@ -268,7 +286,7 @@ def test_a_writer_that_is_killed_leaves_whole_samples_and_the_next_goes_on(tmp_p
     assert sorted(file.name for file in (tmp_path / "s" / "hidden_states").iterdir()) == [
         f"hs_{row}.safetensors" for row in range(3)
     ]
-    assert not [file for file in (tmp_path / "s").iterdir() if file.name.startswith(".dataset")]
+    assert [file.name for file in (tmp_path / "s").glob(".*")] == [".lock"]
 
 
 def test_a_store_without_samples_cannot_be_completed(tmp_path):

@@ -125,6 +125,36 @@ def test_a_full_disk_names_the_first_sample_that_did_not_fit_and_keeps_those_bef
     assert left == ["hs_0.safetensors", "hs_1.safetensors"]
 
 
+@pytest.mark.parametrize("at", ["shard", "index"])
+def test_a_disk_that_fails_and_then_takes_no_more_is_told_by_its_first_word_and_the_store_goes_on(
+    tmp_path, monkeypatch, at
+):
+    from eagle3_serve.drafting.extract import store as module
+
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    writer = create(tmp_path / "s")
+    writer.add(sample("a"))
+    with monkeypatch.context() as patched:
+        if at == "shard":
+            patched.setattr(module, "write_shard", failing)
+        else:
+            patched.setattr(os, "fsync", lambda number: failing() if number == writer._index.fileno() else None)
+        patched.setattr(os, "ftruncate", read_only)
+        patched.setattr(Path, "unlink", read_only)
+        with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
+            writer.add(sample("b"))
+    writer.close()
+    with StoreWriter.resume(tmp_path / "s", IDENTITY, SETTINGS) as again:
+        assert again.ids >= {"a"}
+        again.finish()
+    assert Store.open(tmp_path / "s").verify_digests() == []
+
+
 def test_what_the_library_says_of_a_disk_is_an_error_of_the_disk(tmp_path):
     """The library that writes shards says the system's error in words alone. Here: no file may be so large."""
     code = """
