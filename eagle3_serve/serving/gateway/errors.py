@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from starlette.responses import Response
@@ -11,6 +12,15 @@ JSON = "application/json"
 
 # SGLang's sentences about prompts that do not fit; clients key on OpenAI's code for it.
 _CONTEXT_SENTENCES = ("context length", "completion tokens")
+
+# SGLang masks the tokens that a request's grammar does not allow, and calls it an internal error where the grammar then
+# refuses what was chosen. Where all are masked, the grammar has no way on, that is token 0, the first of equals; and a
+# refused first token. Any other refusal may be a fault of the engine's, such as a mask that it forgot.
+_DEAD_END = re.compile(r"Grammar accept_token failed: Tokens not accepted: (0\n|\d+\nAccepted tokens: \[\])")
+_DEAD_END_MESSAGE = (
+    "no answer can satisfy response_format, tools, json_schema, regex or ebnf of this request: its grammar comes to a "
+    "point where no token is allowed; look for a $ref or a rule that leads only back to itself"
+)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -104,6 +114,8 @@ def _from_object(status: int, error: Any, retry_after: str | None) -> ApiError:
     fields = error if isinstance(error, dict) else {"message": error}
     message = str(fields.get("message") or fields.get("detail") or f"the engine answered {status}")
     message = message.partition("\n\n  File ")[0]  # FastAPI ends a validation error with the server's own file
+    if _DEAD_END.match(message):
+        return ApiError(400, _DEAD_END_MESSAGE, code="invalid_value")
     param, code = fields.get("param"), fields.get("code")
     if status == 400 and any(sentence in message for sentence in _CONTEXT_SENTENCES):
         code = "context_length_exceeded"

@@ -21,6 +21,7 @@ from eagle3_serve.serving.gateway.proxy import EngineCall, EngineResponse
 from eagle3_serve.serving.gateway.record import record_of
 from eagle3_serve.serving.gateway.state import Gateway
 
+_CHAT = "/v1/chat/completions"
 _LOOK = ["GET", "HEAD"]  # load balancers use either
 
 
@@ -33,9 +34,9 @@ def build_router(gateway: Gateway) -> APIRouter:
 
 
 def _add_api(router: APIRouter, gateway: Gateway) -> None:
-    @router.post("/v1/chat/completions")
+    @router.post(_CHAT)
     async def chat_completions(request: Request) -> Response:
-        return await generate(request, "/v1/chat/completions")
+        return await generate(request, _CHAT)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -55,7 +56,8 @@ def _add_api(router: APIRouter, gateway: Gateway) -> None:
         checks.require_json(request)
         body = await checks.read_body(request, gateway.config.max_body_bytes)
         record_of(request.scope).request_bytes = len(body)
-        stream = checks.check_generation(body, gateway.served_name, gateway.vocab_size)
+        chat = path == _CHAT
+        stream = checks.check_generation(body, gateway.served_name, gateway.vocab_size, chat=chat)
         return forward(EngineCall("POST", path, _headers(request), body, stream))
 
     def forward(call: EngineCall) -> Response:

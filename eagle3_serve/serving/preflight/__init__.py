@@ -1,7 +1,7 @@
 """Everything cheap that can be wrong, checked before anything is spawned: one function a check, one file a subject.
 
 Each check returns findings that say what is wrong and what to do; `require` turns the errors among them into one
-exception, `launch --dry-run` only shows them.
+exception. `launch --dry-run` shows all of them before it does.
 """
 
 from eagle3_serve.serving.preflight.checkpoints import (

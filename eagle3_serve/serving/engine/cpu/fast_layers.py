@@ -252,7 +252,7 @@ def mix_experts(
     chosen = torch.where(here, chosen, 0)
     repeated = x.repeat_interleave(k, dim=0).unsqueeze(-1)
     gate, up = torch.bmm(gate_up[chosen], repeated).chunk(2, dim=1)
-    products = torch.bmm(down[chosen], nn.functional.silu(gate) * up).view(tokens, k, -1)
+    products = torch.bmm(down[chosen], nn.functional.silu(gate) * up).view(tokens, k, x.shape[1])
     shares = (weights * here.view(tokens, k)).to(x.dtype)
     return torch.bmm(shares.unsqueeze(1), products).squeeze(1)
 

@@ -9,10 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.bad_requests import COMPLETIONS, INTERNAL_ERRORS, KILLERS, ROUTES, Case
 from tests.support.scripted_upstream import Answering, Received, ScriptedUpstream, chat_answer
 from tests.unit.serving.gateway.conftest import CHAT, RunningGateway, StartGateway, chat_body
-
-ROUTES = (CHAT, "/v1/completions")
 
 
 async def answer_chat(request: Received, answer: Answering) -> None:
@@ -95,42 +94,55 @@ async def test_more_choices_than_openai_allows_are_refused(gateway: RunningGatew
     assert (status, error["param"]) == (400, "n")
 
 
-KILLERS = [
-    ("top_logprobs", {"logprobs": True, "top_logprobs": 99999}),
-    ("top_logprobs", {"logprobs": True, "top_logprobs": -1}),
-    ("logprobs", {"prompt": "a", "logprobs": 2049}),
-    ("prompt", {"prompt": [2048]}),
-    ("prompt", {"prompt": [[1, 2], [3, -5]]}),
-    ("logit_bias", {"logit_bias": {"2048": 1}}),
-    ("logit_bias", {"logit_bias": {"-1": 1}}),
-]
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("param", "fields"), KILLERS, ids=str)
-async def test_what_would_end_the_engines_scheduler_is_400(
-    upstream: ScriptedUpstream, gateway: RunningGateway, route: str, param: str, fields: dict[str, Any]
+@pytest.mark.parametrize("cases", [KILLERS, INTERNAL_ERRORS], ids=["killers", "internal_errors"])
+async def test_what_would_end_the_engines_scheduler_or_be_its_internal_error_is_400(
+    upstream: ScriptedUpstream, gateway: RunningGateway, cases: list[Case]
 ) -> None:
-    status, error = await refusal(gateway, json.dumps({"model": "kimi", "messages": [], **fields}).encode(), route)
-    assert (status, error["param"], error["code"]) == (400, param, "invalid_value")
+    for route, fields in cases:
+        status, error = await refusal(gateway, json.dumps({"model": "kimi", "messages": [], **fields}).encode(), route)
+        assert (status, error["code"]) == (400, "invalid_value"), (route, fields)
+        assert error["param"] in fields, (route, fields)
+        assert error["param"] in error["message"] or "token id" in error["message"], (route, fields)
     assert upstream.received == []
 
 
-async def test_good_logprobs_biases_and_token_ids_reach_the_engine(
+GOOD: list[Case] = [
+    *((route, {"logprobs": None, "logit_bias": {"0": -100, "2047": 1}}) for route in ROUTES),
+    *((route, {"top_k": top_k}) for route in ROUTES for top_k in (-1, 2**31 - 1, "5", None, "x", [])),
+    *(
+        (route, {"stop_regex": pattern})
+        for route in ROUTES
+        for pattern in (r"(?i)a+\b", ["[[a]", ""], None, 5, "(" * 257)
+    ),
+    *((route, {"stop_token_ids": ids, "min_tokens": 1}) for route in ROUTES for ids in (None, [0, 2048], 5, ["x"])),
+    *((route, {"rid": "one"}) for route in ROUTES),
+    *((route, {"rid": ["one"], "n": 2}) for route in ROUTES),
+    (CHAT, {"logprobs": True, "top_logprobs": 20}),
+    (CHAT, {"prompt": ["", "ignored"]}),
+    (CHAT, {"input_ids": [0, "2047"]}),
+    (CHAT, {"chat_template_kwargs": {"thinking": False}}),
+    *((CHAT, {"response_format": wanted}) for wanted in (None, {}, {"type": "json_object"}, {"type": "json_schema"})),
+    (CHAT, {"response_format": {"type": "json_schema", "schema": {"properties": {"strict": {"default": True}}}}}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}, "schema": 5}}),
+    (COMPLETIONS, {"logprobs": 0, "prompt": [0, 2047]}),
+    (COMPLETIONS, {"prompt": ["text", "more"], "rid": ["a", "b"], "lora_path": ["a", "b"]}),
+    (COMPLETIONS, {"prompt": ["-1"]}),
+    (COMPLETIONS, {"prompt": [""]}),
+    (COMPLETIONS, {"prompt": "text", "lora_path": []}),
+    (COMPLETIONS, {"chat_template_kwargs": {"tools": 5}, "input_ids": [-1], "response_format": 5}),
+]
+
+
+async def test_what_the_engine_answers_or_refuses_by_itself_reaches_it(
     upstream: ScriptedUpstream, gateway: RunningGateway
 ) -> None:
-    upstream.on(CHAT, answer_chat)
-    good: list[dict[str, Any]] = [
-        {"logprobs": True, "top_logprobs": 20},
-        {"logprobs": None, "logit_bias": {"0": -100, "2047": 1}},
-        {"logprobs": 0, "prompt": [0, 2047]},
-        {"prompt": ["text", "more"]},
-    ]
-    for fields in good:
+    for route in ROUTES:
+        upstream.on(route, answer_chat)
+    for route, fields in GOOD:
         content = json.dumps({"model": "kimi", "messages": [], **fields}).encode()
-        response = await gateway.client.post(CHAT, content=content, headers={"content-type": "application/json"})
-        assert response.status_code == 200, fields
-        assert upstream.requests(CHAT)[-1].body == content
+        response = await gateway.client.post(route, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 200, (route, fields)
+        assert upstream.requests(route)[-1].body == content
 
 
 async def test_stream_that_is_no_boolean_is_400(gateway: RunningGateway) -> None:

@@ -204,6 +204,40 @@ async def test_an_error_already_in_openais_shape_is_unchanged(
     assert (response.status_code, response.content, response.headers["retry-after"]) == (429, body, "9")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "status"),
+    [
+        ("0\nAccepted tokens: []", 400),
+        ("0\nAccepted tokens: [27]", 400),
+        ("19\nAccepted tokens: []", 400),
+        ("19\nAccepted tokens: [27]", 500),
+    ],
+)
+async def test_a_grammar_without_a_way_on_is_the_clients_error_and_another_refusal_the_engines(
+    upstream: ScriptedUpstream, gateway: RunningGateway, tokens: str, status: int, stream: bool
+) -> None:
+    text = f"Grammar accept_token failed: Tokens not accepted: {tokens}\nKey string: x"
+    error = {"object": "error", "message": text, "type": "500", "param": None, "code": 500}
+
+    async def script(request: Received, answer: Answering) -> None:
+        if stream:
+            await answer.stream(*events({"error": error}))
+        else:
+            await answer.json(500, error)
+
+    upstream.on(CHAT, script)
+    response = await gateway.client.post(CHAT, json=chat_body(stream=stream))
+    assert response.status_code == status
+    told = response.json()["error"]
+    if status == 400:
+        assert (told["type"], told["code"]) == ("invalid_request_error", "invalid_value")
+        assert "response_format" in told["message"]
+    else:
+        assert told["message"] == text
+    assert await gateway.metric("eagle3_serve_gateway_upstream_errors_total", kind="status") == (status == 500)
+
+
 async def test_text_instead_of_json_from_a_failing_engine_is_quoted(
     upstream: ScriptedUpstream, gateway: RunningGateway
 ) -> None:

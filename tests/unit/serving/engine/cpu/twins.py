@@ -392,6 +392,8 @@ def layers_both() -> Iterator[Comparison]:
     )
     ours = fast_layers.mix_experts(x, layer.w13_weight, layer.w2_weight, weights, ids)
     yield "mix_experts", ours / width, twin / width  # the weights are far larger than a model's
+    none = fast_layers.mix_experts(x[:0], layer.w13_weight, layer.w2_weight, weights[:0], ids[:0])
+    yield "mix_experts", none, torch.empty(0, width)  # a batch whose only prompt is empty
 
 
 def difference(ours: torch.Tensor, twin: torch.Tensor) -> float:
