@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -15,7 +15,7 @@ import typer
 from eagle3_serve import patch_debug_cli, verify_wiring_cli  # noqa: F401
 from eagle3_serve.config.resolve import Resolved, load_config
 from eagle3_serve.config_cli import config_app
-from eagle3_serve.core.errors import EagleServeError
+from eagle3_serve.core.errors import EagleServeError, InterruptedLoadError
 from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.draft_cli import draft_app
 from eagle3_serve.extract_cli import extract
@@ -61,7 +61,7 @@ def launch(
     sets: SetOption = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Show the plan and what the checks found, start nothing, and exit with 0."),
+        typer.Option("--dry-run", help="Show plan and findings, start nothing, and exit with the code of a launch."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,7 +80,9 @@ def launch(
 
 
 def _show_plan(resolved: Resolved, *, as_json: bool) -> None:
+    """The whole plan and all findings; then the error that a launch would end with for them, if there is one."""
     from eagle3_serve.serving import plan as plans  # noqa: PLC0415
+    from eagle3_serve.serving import preflight  # noqa: PLC0415
     from eagle3_serve.serving.prepare import prepare  # noqa: PLC0415
 
     prepared = prepare(resolved)
@@ -90,11 +92,12 @@ def _show_plan(resolved: Resolved, *, as_json: bool) -> None:
             for each in prepared.findings
         ]
         typer.echo(json.dumps({**plans.as_dict(prepared.plan), "findings": findings}, indent=2))
-        return
-    for each in prepared.findings:
-        remedy = f"\n#            what to do: {each.remedy}" if each.remedy else ""
-        typer.echo(f"# {each.level:8} {each.check}: {each.message.replace(chr(10), chr(10) + '#   ')}{remedy}")
-    typer.echo(plans.render(prepared.plan))
+    else:
+        for each in prepared.findings:
+            remedy = f"\n#            what to do: {each.remedy}" if each.remedy else ""
+            typer.echo(f"# {each.level:8} {each.check}: {each.message.replace(chr(10), chr(10) + '#   ')}{remedy}")
+        typer.echo(plans.render(prepared.plan))
+    preflight.require(prepared.findings)
 
 
 def _load(config: Path | None, sets: list[str] | None) -> Resolved:
@@ -102,10 +105,22 @@ def _load(config: Path | None, sets: list[str] | None) -> Resolved:
 
 
 def main() -> None:
-    """Entry point of `eagle3-serve`."""
-    # typer turns usage errors into exit code 2, Ctrl-C into 130, and a reader that went away (`| head`) into 1.
+    """Run the command that sys.argv names, and exit. `__main__.py` is the entry point."""
+    # typer turns usage errors into exit code 2, and a reader that went away (`| head`) into 1.
+    interrupted = InterruptedLoadError("SIGINT: stopped")
     try:
         app()
     except EagleServeError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+        _fail(error)
+    except KeyboardInterrupt:  # While typer makes the commands. It evals, and Python outdoes sys.exit after that.
+        typer.echo(f"error: {interrupted}", err=True)
+        os._exit(interrupted.exit_code)
+    except SystemExit as ended:  # later it makes this of Ctrl-C, without a word
+        if ended.code == interrupted.exit_code:
+            _fail(interrupted)
+        raise
+
+
+def _fail(error: EagleServeError) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_code)

@@ -37,7 +37,9 @@ def show(
     config: ConfigOption = None,
     sets: SetOption = None,
     as_json: JsonOption = False,
-    origin: Annotated[bool, typer.Option(help="Say after each value where it came from.")] = True,
+    origin: Annotated[
+        bool, typer.Option("--origin/--no-origin", help="Say after each value where it came from.")
+    ] = True,
 ) -> None:
     """Print the whole configuration as it would be used: every key, with where its value came from.
 

@@ -52,11 +52,14 @@ def extract(
     sets: SetOption = None,
     url: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Gateway of a running server whose tap.mode is store; starts nothing."),
+        typer.Option(
+            "--url", show_default=False, help="Gateway of a running server whose tap.mode is store; starts nothing."
+        ),
     ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
+            "--layers",
             metavar="LAYERS",
             show_default=False,
             help="Whose outputs to store, as 2,30,58 (zero-based; -1: the embedding). Without it: those of the "
@@ -243,7 +246,7 @@ def _sampling(wanted: Sampling, *, regenerate: bool) -> Sampling | None:
             "--max-tokens, --temperature, --top-p and --seed say how the target answers, and it is not asked to",
             remedy="add --regenerate, or leave them out",
         )
-    if math.isinf(wanted.temperature) or wanted.top_p == 0:
+    if not (math.isfinite(wanted.temperature) and wanted.top_p > 0):  # not every typer refuses "nan"
         raise ConfigError(
             f"nothing can be sampled with --temperature {wanted.temperature} and --top-p {wanted.top_p}",
             remedy="a temperature from 0 on, and a top-p above 0, 1 at most",

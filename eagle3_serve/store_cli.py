@@ -36,7 +36,9 @@ def inspect(
             help="Directory of the target's checkpoint; left out: where the store says it was.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Look into this many samples, spread over the store.")] = 16,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Look into this many samples, spread over the store.")
+    ] = 16,
     everything: Annotated[bool, typer.Option("--all", help="Look into every sample, however long it takes.")] = False,
     row: Annotated[
         int | None, typer.Option("--row", min=0, show_default=False, help="Look into this row too, and show it whole.")

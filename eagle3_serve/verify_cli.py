@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,21 +59,30 @@ def lossless(
     prompts: PromptsOption = None,
     limit: LimitOption = 16,
     max_tokens: TokensOption = 128,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once in the batched arms; 1: none.")] = 8,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, help="Requests at once in the batched arms; 1: none.")
+    ] = 8,
     tree: Annotated[bool, typer.Option("--tree", help="Also serve the drafter as a tree.")] = False,
     tree_shape: Annotated[
-        str, typer.Option(metavar="STEPS,TOPK,TOKENS", help="Shape of that tree, the root counted in TOKENS.")
+        str,
+        typer.Option(
+            "--tree-shape", metavar="STEPS,TOPK,TOKENS", help="Shape of that tree, the root counted in TOKENS."
+        ),
     ] = "3,4,8",
     tie_gap: Annotated[
         float | None,
-        typer.Option(min=0, show_default=False, help="Largest logit gap of a tie, in nats; default by the dtype."),
+        typer.Option(
+            "--tie-gap", min=0, show_default=False, help="Largest logit gap of a tie, in nats; default by the dtype."
+        ),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Running server with the drafter; starts nothing. Needs --baseline-url."),
+        typer.Option(
+            "--url", show_default=False, help="Running server with the drafter; starts nothing. Needs --baseline-url."
+        ),
     ] = None,
     baseline_url: Annotated[
-        str | None, typer.Option(show_default=False, help="Running server without the drafter.")
+        str | None, typer.Option("--baseline-url", show_default=False, help="Running server without the drafter.")
     ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -91,6 +101,8 @@ def lossless(
 
     if (url is None) != (baseline_url is None):
         raise typer.BadParameter("--url and --baseline-url go together: without both, both servers are started")
+    if tie_gap is not None and math.isnan(tie_gap):  # not every typer refuses "nan"
+        raise typer.BadParameter("--tie-gap is not a number")
     if url and tree:
         raise typer.BadParameter("--tree starts servers: a running one has the shape it was started with")
     question = Question(read_prompts(prompts, limit=limit), max_tokens, concurrency, seed, tie_gap)
@@ -145,10 +157,11 @@ def acceptance(
     prompts: PromptsOption = None,
     limit: LimitOption = 64,
     max_tokens: TokensOption = 128,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests at once.")] = 1,
     against: Annotated[
         list[str] | None,
         typer.Option(
+            "--against",
             metavar="LAYERS",
             show_default=False,
             help="Also serve this wiring, wrong on purpose: layers by contract (outputs, -1 the embedding), "
@@ -156,7 +169,8 @@ def acceptance(
         ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(show_default=False, help="Running server, used by nobody else; starts nothing.")
+        str | None,
+        typer.Option("--url", show_default=False, help="Running server, used by nobody else; starts nothing."),
     ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,

@@ -27,16 +27,21 @@ def wiring(
     sets: SetOption = None,
     url: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Gateway of a running server whose tap.mode is probe; starts nothing."),
+        typer.Option(
+            "--url", show_default=False, help="Gateway of a running server whose tap.mode is probe; starts nothing."
+        ),
     ] = None,
     store: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Training data with hidden_states/hs_*.safetensors."),
+        typer.Option(
+            "--store", metavar="DIR", show_default=False, help="Training data with hidden_states/hs_*.safetensors."
+        ),
     ] = None,
     prompts: PromptsOption = None,
     trained_on: Annotated[
         str | None,
         typer.Option(
+            "--trained-on",
             metavar="LAYERS",
             show_default=False,
             help="Whose outputs the drafter was trained on, as 2,30,58 (zero-based; -1: the embedding).",

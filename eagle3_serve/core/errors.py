@@ -116,7 +116,7 @@ class TerminatedLoadError(EagleServeError):
 def exit_codes() -> dict[int, str]:
     """All exit codes with their meanings, in order; 0 and 2 (command line usage, by typer) included."""
     codes = {
-        0: "success; for `launch`: stopped on request after serving",
+        0: "success; for `launch`: stopped on request after serving, or a dry run without errors",
         2: "wrong command line",
         EagleServeError.exit_code: EagleServeError.meaning,
     }

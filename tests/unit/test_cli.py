@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -9,8 +10,10 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
@@ -112,10 +115,11 @@ def test_ambiguous_layers_are_refused_with_the_ways_to_read_them(tmp_path: Path)
 
 def test_the_plan_for_eight_gpus_is_shown_on_a_machine_without_any() -> None:
     result = run("launch", "--config", str(CONFIGS / "kimi.yaml"), "--dry-run", environment={"PATH": "/usr/bin:/bin"})
-    assert result.returncode == 0
+    assert result.returncode == 11  # the first error is about the checkpoints, which are not here either
     assert "--tp-size 8" in result.stdout
     assert "EAGLE3_SERVE_AUX_LAYERS=2,30,58" in result.stdout
     assert "error    devices" in result.stdout
+    assert "checks failed" in result.stderr
 
 
 def test_the_plan_needs_no_sglang(tmp_path: Path) -> None:
@@ -127,10 +131,37 @@ def test_the_plan_needs_no_sglang(tmp_path: Path) -> None:
         *("--config", str(CONFIGS / "kimi.yaml"), "--dry-run", "--json"),
         *("--set", f"engine.python={bare}/bin/python"),
     )
-    assert result.returncode == 0
+    assert result.returncode == 11
     plan = json.loads(result.stdout)
     assert plan["layers"] == [2, 30, 58]
     assert any("SGLang is not installed" in finding["message"] for finding in plan["findings"])
+
+
+@pytest.mark.parametrize(
+    ("sets", "code"),
+    [
+        ((), 0),
+        (("gateway.host=0.0.0.0",), 0),  # without a key: a warning
+        (("aux_layers.layers=[2, 30, 77]",), 12),
+        (("drafter.path=/nowhere", "aux_layers.layers=[2, 30, 77]"), 11),
+        (("engine.device=cuda",), 13),
+    ],
+    ids=str,
+)
+def test_a_dry_run_exits_as_the_launch_would_and_shows_everything_first(
+    tmp_path: Path, sets: tuple[str, ...], code: int
+) -> None:
+    set_all = [part for each in ("gateway.port=0", f"paths.run_dir={tmp_path}/runs", *sets) for part in ("--set", each)]
+    dry = run("launch", "--dry-run", "--json", *set_all)
+    assert dry.returncode == code
+    plan = json.loads(dry.stdout)
+    assert plan["engine"]
+    errors = [finding["message"] for finding in plan["findings"] if finding["level"] == "error"]
+    assert bool(errors) == bool(code)
+    assert all(error in dry.stderr for error in errors)
+    if code:
+        real = launch(tmp_path, "gateway.port=0", *sets)
+        assert (real.returncode, real.stderr) == (code, dry.stderr)
 
 
 def test_the_plan_as_json_has_no_secret(tmp_path: Path) -> None:
@@ -168,6 +199,52 @@ def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> Non
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 0
     assert re.search(r"Example:.*eagle3-serve\s+" + r"\s+".join(command), result.stdout, re.DOTALL)
+
+
+def every_function(group: typer.Typer, above: str = "") -> Iterator[tuple[str, Callable[..., object]]]:
+    """Name and function of each command and callback, as they were written."""
+    for info in (*group.registered_commands, *([group.registered_callback] if group.registered_callback else [])):
+        assert info.callback is not None
+        yield f"{above}{info.name or info.callback.__name__}", info.callback
+    for below in group.registered_groups:
+        assert below.typer_instance is not None
+        yield from every_function(below.typer_instance, f"{above}{below.name} ")
+
+
+def unnamed_options(function: Callable[..., object]) -> list[str]:
+    """Parameters that are neither arguments nor options with a name of their own."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    infos = {name: getattr(hints.get(name), "__metadata__", ()) for name in inspect.signature(function).parameters}
+    return [name for name, info in infos.items() if not any(_is_named(each) for each in info)]
+
+
+def _is_named(info: object) -> bool:
+    if isinstance(info, typer.models.OptionInfo):
+        # within Annotated the first name is where typer's signature has a default
+        return any(str(name).startswith("--") for name in (info.default, *(info.param_decls or ())))
+    return isinstance(info, typer.models.ArgumentInfo)
+
+
+FUNCTIONS = dict(every_function(app))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_option_is_declared_with_its_name(name: str) -> None:
+    """Releases of typer differ in what they call one that is not: 0.27 took its metavar."""
+    assert unnamed_options(FUNCTIONS[name]) == []
+
+
+def test_all_commands_are_looked_at_and_an_option_without_a_name_is_found() -> None:
+    assert {" ".join(command) for command in COMMANDS} <= set(FUNCTIONS)
+
+    def command(
+        argument: Annotated[str, typer.Argument()],
+        bare: int = 0,
+        layers: Annotated[str, typer.Option(metavar="LAYERS")] = "",
+        named: Annotated[str, typer.Option("--named", "-n")] = "",
+    ) -> None: ...
+
+    assert unnamed_options(command) == ["bare", "layers"]
 
 
 def test_a_wrong_command_line_is_exit_code_2() -> None:

@@ -74,10 +74,16 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence_before_anything_is_begu
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--max-length", "1"], ["--limit", "0"], ["--top-p", "1.5"], ["--temperature", "nan"], ["--max-tokens", "0"]],
+    [["--max-length", "1"], ["--limit", "0"], ["--top-p", "1.5"], ["--max-tokens", "0"]],
 )
 def test_numbers_that_are_out_of_range_are_usage_errors(text: Path, arguments: list[str]) -> None:
     assert run(text, *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-p"])
+def test_what_is_no_number_is_refused_by_typer_or_by_the_command(text: Path, option: str) -> None:
+    result = run(text, "--regenerate", option, "nan")
+    assert result.exit_code == 2 or isinstance(result.exception, ConfigError), result.exception
 
 
 def test_the_estimate_as_json_is_json_alone_on_standard_output_and_begins_nothing(text: Path) -> None:

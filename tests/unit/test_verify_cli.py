@@ -32,6 +32,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         ("lossless", "--baseline-url", URL),
         ("lossless", "--url", URL, "--baseline-url", URL, "--tree"),
         ("lossless", "--limit", "0"),
+        ("lossless", "--tie-gap", "nan"),
         ("acceptance", "--url", URL, "--against", "-1,2,30"),
         ("acceptance", "--against"),
     ],
