@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.launcher import Launcher, ServedStack
+from tests.support.launcher import Launcher, ServedStack, command_of
 
 BODY = {
     "messages": [{"role": "user", "content": "Count."}],
@@ -94,4 +94,4 @@ async def test_streams_of_an_engine_that_is_killed_end_with_an_error_event(tmp_p
 def scheduler(stack: ServedStack) -> psutil.Process:
     """The engine's process that runs the model."""
     children = psutil.Process(stack.launcher_pid).children(recursive=True)
-    return next(child for child in children if "sglang::scheduler" in " ".join(child.cmdline()))
+    return next(child for child in children if "sglang::scheduler" in command_of(child))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.launcher import ServedStack
+from tests.support.launcher import ServedStack, command_of
 
 PROMPT = [{"role": "user", "content": "Write a function that adds two numbers."}]
 # Every token shows in the text, and nothing ends it early: the tests do not depend on what the tiny model says.
@@ -273,7 +273,7 @@ def test_a_stopped_scheduler_is_not_ready_gets_no_backlog_of_probes_and_recovers
     scheduler = next(
         child
         for child in psutil.Process(served.launcher_pid).children(recursive=True)
-        if "sglang::scheduler" in " ".join(child.cmdline())
+        if "sglang::scheduler" in command_of(child)
     )
     assert http.get("/ready").status_code == 200
     probes = served.engine_log.read_text(errors="replace").count("GET /health_generate")

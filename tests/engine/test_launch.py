@@ -14,7 +14,7 @@ from eagle3_serve.core.process import group_members
 from eagle3_serve.serving.overlay.build import plan_overlay
 from eagle3_serve.serving.overlay.installed import installed_sglang
 from eagle3_serve.serving.overlay.manifest import load_manifest
-from tests.support.launcher import STOP_TIMEOUT_S, Launcher, ServedStack
+from tests.support.launcher import STOP_TIMEOUT_S, Launcher, ServedStack, command_of
 
 GONE_S = 10
 
@@ -25,7 +25,7 @@ def engine_group(launcher: Launcher) -> int:
     while time.monotonic() < deadline:
         assert launcher.process.poll() is None, "the launcher ended early"
         for child in psutil.Process(launcher.process.pid).children():
-            if any(part.endswith("guard.py") for part in child.cmdline()):
+            if "guard.py" in command_of(child):
                 return child.pid
         time.sleep(0.1)
     pytest.fail("the launcher started no engine")
@@ -118,7 +118,7 @@ def test_a_dead_scheduler_ends_the_launch_with_its_exit_code_and_leaves_nothing(
     with Launcher(tmp_path) as launcher:
         stack = launcher.wait_ready()
         group = engine_group(launcher)
-        (scheduler,) = [each for each in group_members(group) if "scheduler" in " ".join(each.cmdline())]
+        (scheduler,) = [each for each in group_members(group) if "scheduler" in command_of(each)]
         scheduler.send_signal(signal.SIGKILL)
         assert launcher.process.wait(60) == 18
         assert wait_until_gone(group) == []

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import psutil
 import pytest
 
 from eagle3_serve.core.process import LIFELINE
@@ -126,3 +127,11 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; nothing of one that ends at this moment."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

@@ -15,10 +15,10 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import httpx
 
@@ -33,6 +33,8 @@ from eagle3_serve.serving.tap import TapControl
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 _TIMEOUT = httpx.Timeout(1800, connect=10)
 _IDLE_S = 3.0  # SGLang closes an idle connection after five, and a request must not be sent into a closing one
@@ -167,6 +169,23 @@ class _Http:
                 raise ServerBusyError(said, remedy=remedy, why="it cannot be reached") from error
             raise LostAnswerError(said, remedy=remedy) from error
 
+    async def _ask_twice(self, send: Callable[[], Awaitable[T]]) -> T:
+        """What `send` gives, which is waited for; an answer that is lost is asked for once more, when the server is
+        back. Not a third time: what ended the server may be the prompt."""
+        lost = False
+
+        async def once() -> T:
+            nonlocal lost
+            try:
+                return await send()
+            except LostAnswerError as error:
+                if lost or not self._restarts:
+                    raise
+                lost = True
+                raise ServerBusyError(error.message, remedy=error.remedy, why="the connection was lost") from error
+
+        return await self._patience.ask(once)
+
 
 class EngineStates(_Http):
     """SGLang's own API, and the tap's files."""
@@ -288,7 +307,7 @@ class GatewayStates(_Http):
             "seed": sampling.seed,
             "return_token_ids": True,
         }
-        answer = await self._patience.ask(lambda: self._post("/v1/completions", body, self._server.api_key))
+        answer = await self._ask_twice(lambda: self._post("/v1/completions", body, self._server.api_key))
         choice = answer.json()["choices"][0]
         if choice.get("token_ids") is None:
             raise EngineRequestError(f"{self._server.url} gives no token ids", remedy=_NO_IDS)
@@ -304,7 +323,7 @@ class GatewayStates(_Http):
             return rid
 
         try:
-            return await self._patience.ask(one)
+            return await self._ask_twice(one)
         except PromptRefusedError as error:
             return error
 

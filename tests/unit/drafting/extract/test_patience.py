@@ -200,15 +200,21 @@ async def test_where_collecting_is_refused_or_lost_the_prefills_come_again(gatew
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_a_prompt_whose_answer_was_lost_is_not_sent_again(gateway):
-    """It may be what ended the server."""
+async def test_a_prompt_whose_answer_was_lost_is_sent_once_more_and_not_a_third_time(gateway, said):
+    """A server that stops cuts connections; and one prompt may be what ends it, each time."""
     for call in (lambda server: server.states([[5, 6]]), lambda server: server.answer([5, 6], Sampling())):
-        gateway.received.clear()
         gateway.refusals[COMPLETIONS] = [None]
+        async with ask(gateway) as server:
+            await call(server)
+            assert [name for name, _ in said()] == ["waiting", "going-on"]
+        gateway.received.clear()
+        gateway.refusals[COMPLETIONS] = [None, (503, {}), None, None]
         async with ask(gateway) as server:
             with pytest.raises(EngineRequestError, match="no answer from"):
                 await call(server)
-        assert len(gateway.requests(COMPLETIONS)) == 1
+        assert len(gateway.requests(COMPLETIONS)) == 3
+        gateway.refusals[COMPLETIONS] = []
+        said()
 
 
 async def test_what_cannot_be_waited_for_ends_a_batch_whose_other_prompts_wait(gateway):
