@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from eagle3_serve import __version__
 from eagle3_serve.core.checkpoint_files import read_metadata, read_tensors
 from eagle3_serve.core.errors import CheckpointError
-from eagle3_serve.core.files import sha256_file, sync_directory, write_json_atomic
+from eagle3_serve.core.files import sha256_file, sync_directory, sync_file, write_json_atomic
 
 PROVENANCE = "provenance.json"
 _WEIGHTS = "model.safetensors"
@@ -68,8 +67,7 @@ def write(
     file = directory / _WEIGHTS
     save_file(whole, file, metadata=origin["metadata"] | {"format": "pt", _KEY: json.dumps(origin["conversion"])})
     file.chmod(0o644)
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    sync_file(file)
     write_json_atomic(directory / PROVENANCE, origin["conversion"] | {"earlier": origin["earlier"]})
     write_json_atomic(directory / "config.json", dict(config))
 

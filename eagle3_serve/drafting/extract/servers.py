@@ -89,6 +89,10 @@ class PromptRefusedError(EngineRequestError):
 class LostAnswerError(EngineRequestError):
     """A request was sent, and no answer came: what became of it is not known."""
 
+    def as_busy(self) -> ServerBusyError:
+        """For a request that may come again when the server is back."""
+        return ServerBusyError(self.message, remedy=self.remedy, why="the connection was lost")
+
 
 class StateServer(Protocol):
     """An async context manager."""
@@ -182,7 +186,7 @@ class _Http:
                 if lost or not self._restarts:
                     raise
                 lost = True
-                raise ServerBusyError(error.message, remedy=error.remedy, why="the connection was lost") from error
+                raise error.as_busy() from error
 
         return await self._patience.ask(once)
 
@@ -273,7 +277,7 @@ class GatewayStates(_Http):
             try:
                 answer = await self._post("/internal/tap/collect", {"rids": taken}, self._server.admin_key)
             except LostAnswerError as error:
-                raise ServerBusyError(error.message, remedy=error.remedy, why="the connection was lost") from error
+                raise error.as_busy() from error
             found = await asyncio.to_thread(_read_bytes, answer.content)
         captured = iter(found)
         return [

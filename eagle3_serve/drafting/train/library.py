@@ -8,7 +8,6 @@ and the vocabulary map is handed over, because one that lies in the data directo
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import zipfile
@@ -20,7 +19,7 @@ from typing import Any
 from eagle3_serve.core.checkpoint_files import read_tensors
 from eagle3_serve.core.contract import AuxLayers
 from eagle3_serve.core.errors import CheckpointError, ConfigError
-from eagle3_serve.core.files import sync_directory
+from eagle3_serve.core.files import sync_directory, sync_file
 from eagle3_serve.drafting.train.options import TrainOptions
 from eagle3_serve.drafting.train.verifier import Target
 
@@ -255,8 +254,7 @@ def settle(directory: Path, epoch: int) -> None:
     """
     made = staging(directory) / str(epoch)
     for file in made.iterdir():
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
+        sync_file(file)
     sync_directory(made)
     place, old = directory / str(epoch), directory / f"{_REPLACED}{epoch}"
     if place.exists():
