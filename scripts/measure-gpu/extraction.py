@@ -1,6 +1,7 @@
 """How fast states are extracted, in one run with what it must be compared with.
 
-extract       the product's own extraction from an engine whose tap stores: prefill, states brought over, written
+extract       the product's own extraction from an engine whose tap stores: prefill, states brought over, written and
+              synced, the store completed
 prefill       the same engine without a tap, answering the same samples with one token each and keeping nothing
 transformers  a forward of the same target that saves the same tensors (transformers_arm.py)
 
@@ -135,7 +136,7 @@ class Measurement:
             await asyncio.to_thread(writer.finish)
             self.finish_seconds.append(time.perf_counter() - begin)
         assert summary.tokens == self.tokens, f"{summary.tokens} of {self.tokens} tokens were stored"
-        return float(summary.seconds)
+        return float(summary.seconds) + self.finish_seconds[-1]
 
     def _forget(self, number: int) -> None:
         """The files of a round."""

@@ -338,7 +338,7 @@ class Store:
 
     def token_counts(self, *, trained_only: bool = True) -> dict[int, int]:
         """How often each token id occurs, where the loss mask is 1 or everywhere. Raises StoreError."""
-        return dataset.counts((self.shard(entry.row) for entry in self.entries), trained_only=trained_only)
+        return dataset.counts([self.shard(entry.row) for entry in self.entries], trained_only=trained_only)
 
     def verify_digests(self, rows: Iterable[int] | None = None) -> list[str]:
         """A sentence for each shard that is not as it was written; empty where all are."""
