@@ -33,7 +33,6 @@ _SET_BY_EXTRACT = frozenset((
     "tokenizer_kwargs", "tools", "truncation",
 ))
 # fmt: on
-_RATES = (1_000, 10_000, 50_000)
 
 
 def extract(
@@ -114,7 +113,9 @@ def extract(
     ] = False,
     rate: Annotated[
         float | None,
-        typer.Option("--rate", min=0.001, show_default=False, help="With --estimate: tokens/s, for the hours."),
+        typer.Option(
+            "--rate", min=0.001, show_default=False, help="With --estimate: tokens/s, instead of the last run's."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on standard output.")] = False,
 ) -> None:
@@ -151,7 +152,7 @@ def extract(
     source = ConfigSource(config, sets=sets or (), environ=os.environ)
     with make_reporter(as_json=as_json) as reporter:
         if estimate:
-            _estimate(source, options, rate, reporter, as_json=as_json)
+            _estimate(url, source, options, rate, reporter, as_json=as_json)
             return
         _extract(url, source, options, reporter, as_json=as_json)
 
@@ -175,15 +176,20 @@ def _extract(url: str | None, source: ConfigSource, options: Options, reporter: 
         raise PartialResultError(_what_is_missing(summary), remedy=_remedy(summary, options))
 
 
-def _estimate(source: ConfigSource, options: Options, rate: float | None, reporter: Reporter, *, as_json: bool) -> None:
+def _estimate(
+    url: str | None, source: ConfigSource, options: Options, rate: float | None, reporter: Reporter, *, as_json: bool
+) -> None:
     from eagle3_serve.drafting.extract.estimate import estimate  # noqa: PLC0415
     from eagle3_serve.drafting.extract.job import prepare  # noqa: PLC0415
-    from eagle3_serve.drafting.extract.run import load_template  # noqa: PLC0415
+    from eagle3_serve.drafting.extract.run import attached_job, load_template  # noqa: PLC0415
     from eagle3_serve.drafting.stacks import run_until_done  # noqa: PLC0415
 
-    job = prepare(source.resolve().config, options)
+    if url is not None:
+        job = run_until_done(lambda: attached_job(url, source, options, reporter))
+    else:
+        job = prepare(source.resolve().config, options)
     template = load_template(job)
-    found = run_until_done(lambda: estimate(job, template, reporter, rate=rate))
+    found = run_until_done(lambda: estimate(job, template, reporter, rate=rate, attached=url is not None))
     if as_json:
         typer.echo(json.dumps({"event": "estimate", **found.as_dict(), "row_bytes": job.row_bytes}))
         return
@@ -202,13 +208,23 @@ def _estimate_in_words(found: Estimate, states: int, hidden: int, dtype: str) ->
         lines.insert(2, f"            up to {found.most_tokens:,} tokens, if every answer takes all of --max-tokens")
     if found.stopped_by:
         lines.append(f"stopped by  {found.stopped_by}: the text goes on")
-    if found.hours is not None:
-        lines.append(f"hours       {found.hours:,.2f} at {found.rate:,.0f} tokens/s")
-    else:
-        guesses = ", ".join(f"{found.tokens / rate / 3600:,.2f} at {rate:,}" for rate in _RATES)
-        lines.append(f"hours       {guesses} tokens/s (a run prints its rate: give it with --rate)")
+    lines += _time_in_words(found)
     lines += [f"rejected    {count:,}: {reason}" for reason, count in found.rejected.most_common()]
     return "\n".join(lines)
+
+
+def _time_in_words(found: Estimate) -> list[str]:
+    if found.hours_at is None:
+        return [f"time        {_duration(found.hours or 0)} at {found.rate:,.0f} tokens/s, {found.rate_source}"]
+    assumed = ", ".join(f"{_duration(hours)} at {rate:,}" for rate, hours in found.hours_at.items())
+    return [
+        f"time        not known; assuming a speed: {assumed} tokens/s",
+        "            (a first extraction of a minute tells, with --regenerate one of 300 samples; or give --rate)",
+    ]
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
 
 
 def _in_words(summary: Summary, options: Options) -> str:

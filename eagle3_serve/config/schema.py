@@ -244,7 +244,10 @@ class PathsConfig(Frozen):
         default=Path("~/.local/state/eagle3-serve"),
         description="One directory a launch: run.yaml, logs, reports",
     )
-    cache_dir: Path = Field(default=Path("~/.cache/eagle3-serve"), description="Overlays: SGLang with the patches")
+    cache_dir: Path = Field(
+        default=Path("~/.cache/eagle3-serve"),
+        description="Overlays (SGLang with the patches), and how fast extractions were",
+    )
 
 
 class Config(Frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ from eagle3_serve.cli import app
 from eagle3_serve.core.errors import CheckpointError, ConfigError, InterruptedLoadError
 from eagle3_serve.core.resources import data_directory
 from eagle3_serve.drafting.extract import run as extraction
+from eagle3_serve.drafting.extract.provenance import target_digest
+from eagle3_serve.drafting.extract.speeds import Conditions, Speed, remember
 
 CONFIGS = data_directory("configs")
 TARGET = data_directory("models") / "tiny-kimi" / "target"
@@ -31,7 +34,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def run(text: Path, *arguments: object) -> Result:
-    command = ["extract", "--input", str(text), "--out", str(text.parent / "store"), *map(str, arguments)]
+    cache = f"paths.cache_dir={text.parent}/cache"
+    command = ["extract", "--input", str(text), "--out", str(text.parent / "store"), "--set", cache]
+    command += map(str, arguments)
     return CliRunner().invoke(app, command, env={"COLUMNS": "80", "NO_COLOR": "1"})
 
 
@@ -95,9 +100,35 @@ def test_the_estimate_as_json_is_json_alone_on_standard_output_and_begins_nothin
     assert found["event"] == "estimate"
     assert found["samples"] == 2
     assert found["hours"] == pytest.approx(found["tokens"] / 50 / 3600)
+    assert (found["tokens_per_s"], found["rate_source"], found["hours_at"]) == (50, "given with --rate", None)
     assert sum(found["rejected"].values()) == 2
     assert found["fits"] is True
     assert not (text.parent / "store").exists()
+
+
+def test_where_no_speed_is_known_the_estimate_says_so_and_how_long_assumed_ones_would_take(text: Path) -> None:
+    found = json.loads(run(text, "--estimate", "--json").stdout.splitlines()[-1])
+    assert (found["hours"], found["tokens_per_s"], found["rate_source"]) == (None, None, None)
+    assert found["hours_at"] == {
+        str(rate): pytest.approx(found["tokens"] / rate / 3600) for rate in (1_000, 10_000, 50_000)
+    }
+    words = run(text, "--estimate").stdout
+    assert "time        not known; assuming a speed: 0.0 minutes at 1,000, 0.0 minutes at 10,000, " in words
+    assert "--rate" in words
+
+
+def test_the_speed_of_the_last_extraction_gives_the_hours_unless_another_is_given(text: Path) -> None:
+    conditions = Conditions(target_digest(TARGET), False, "cpu", 1, sglang=None, attached=False)
+    day = datetime.datetime(2026, 11, 30, tzinfo=datetime.UTC)
+    remember(text.parent / "cache", Speed(conditions, 0.01, day, "/data/states"))
+    found = json.loads(run(text, "--estimate", "--json").stdout.splitlines()[-1])
+    assert found["hours"] == pytest.approx(found["tokens"] / 0.01 / 3600)
+    assert found["rate_source"] == "measured on 2026-11-30 in the extraction of /data/states"
+    assert found["hours_at"] is None
+    hours = f"{found['hours']:.1f} hours at 0 tokens/s, measured on 2026-11-30 in the extraction of /data/states"
+    assert f"time        {hours}" in run(text, "--estimate").stdout
+    minutes = f"{found['tokens'] / 60:.1f} minutes at 1 tokens/s, given with --rate"
+    assert f"time        {minutes}" in run(text, "--estimate", "--rate", 1).stdout
 
 
 def test_the_estimate_with_regenerate_counts_questions_that_have_no_answer_yet(text: Path) -> None:

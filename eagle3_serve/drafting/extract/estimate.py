@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_serve.core.reporter import Reporter
-from eagle3_serve.drafting.extract import flow
+from eagle3_serve.drafting.extract import flow, speeds
 from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, kind_of
 from eagle3_serve.drafting.extract.job import Job
 from eagle3_serve.drafting.extract.prompts import ChatTemplate, Prompt
 from eagle3_serve.drafting.extract.regenerate import regenerate, turns
 from eagle3_serve.drafting.extract.servers import Sampling
 
+# What the hours are said for where no speed is known, in tokens/s: none of them is a promise.
+ASSUMED_RATES = (1_000, 10_000, 50_000)
 _FILES_BESIDE = 8
 _ANY_TOKEN = 0
 
@@ -26,8 +28,8 @@ _ANY_TOKEN = 0
 @dataclass
 class Estimate:
     """`tokens` are those of the samples where answers are as long as those in the file; regenerated ones may be longer
-    or shorter, so `most_tokens` says how many there can be. `hours`: None where no rate was given; `stopped_by`: why
-    the end of the text is not reached."""
+    or shorter, so `most_tokens` says how many there can be. `rate` in tokens/s, None where none is known, and
+    `rate_source`: where it comes from; `stopped_by`: why the end of the text is not reached."""
 
     samples: int = 0
     tokens: int = 0
@@ -37,12 +39,19 @@ class Estimate:
     files: int = 0
     free_bytes: int = 0
     rate: float | None = None
+    rate_source: str | None = None
     stopped_by: str | None = None
     rejected: collections.Counter[str] = field(default_factory=collections.Counter)
 
     @property
     def hours(self) -> float | None:
+        """None where no rate is known: then `hours_at` says how many it would be."""
         return None if self.rate is None else self.tokens / self.rate / 3600
+
+    @property
+    def hours_at(self) -> dict[int, float] | None:
+        """Hours by assumed rate; None where a rate is known."""
+        return {rate: self.tokens / rate / 3600 for rate in ASSUMED_RATES} if self.rate is None else None
 
     @property
     def fits(self) -> bool:
@@ -57,7 +66,9 @@ class Estimate:
             "bytes": self.bytes,
             "files": self.files,
             "hours": self.hours,
+            "hours_at": self.hours_at,
             "tokens_per_s": self.rate,
+            "rate_source": self.rate_source,
             "free_bytes": self.free_bytes,
             "fits": self.fits,
             "stopped_by": self.stopped_by,
@@ -65,9 +76,19 @@ class Estimate:
         }
 
 
-async def estimate(job: Job, template: ChatTemplate, reporter: Reporter, *, rate: float | None) -> Estimate:
-    """Render every conversation as extraction would, and count. `rate`: tokens/s, for the hours. Raises ConfigError."""
+async def estimate(
+    job: Job, template: ChatTemplate, reporter: Reporter, *, rate: float | None, attached: bool = False
+) -> Estimate:
+    """Render every conversation as extraction would, and count. Raises ConfigError.
+
+    `rate`: tokens/s, for the hours; None: as fast as the last extraction, if one is remembered. `attached`: a server
+    that runs already will be asked.
+    """
     found = Estimate(rate=rate, most_tokens=0 if job.options.sampling else None)
+    if rate is not None:
+        found.rate_source = "given with --rate"
+    elif (speed := await asyncio.to_thread(speeds.recall, job, attached=attached)) is not None:
+        found.rate, found.rate_source = speed.tokens_per_s, speed.source
     total, most = await asyncio.to_thread(job.count), job.options.max_bytes
     async for number, conversation in flow.from_thread(enumerate(job.conversations(), start=1)):
         for part in await _parts(conversation, job, template, found):

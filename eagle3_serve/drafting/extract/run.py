@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import datetime
+import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_serve.core.errors import StoreError
 from eagle3_serve.core.reporter import Reporter
-from eagle3_serve.drafting.extract import flow, served
+from eagle3_serve.drafting.extract import flow, served, speeds
 from eagle3_serve.drafting.extract.conversations import Conversation, Rejected, kind_of, require_usable
 from eagle3_serve.drafting.extract.job import Job, Options, prepare
 from eagle3_serve.drafting.extract.prompts import ChatTemplate, Prompt
@@ -39,25 +41,31 @@ if TYPE_CHECKING:
 _MOST_SAMPLES = 256
 _RENDERED_AT_ONCE = 4
 _ANSWERED_AT_ONCE = 64
+# What a speed has to be measured over to be one: filling and draining the pipeline takes seconds, and where the target
+# answers, as long as an answer.
+_TELLING_S = 30.0
+_TELLING_ANSWERS = 4 * _ANSWERED_AT_ONCE
 
 
 @dataclass
 class Summary:
-    """`tokens_per_s`: of samples stored in this run, the engine's start not counted. `stopped_by`: why it did not come
-    to the end of the text, None where it did."""
+    """`storing_s`: until the last sample was stored, without the time in which stored ones were passed over at first.
+    `tokens_per_s`: of samples stored in this run, in that time; the engine's start is not counted. `stopped_by`: why it
+    did not come to the end of the text, None where it did."""
 
     samples: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    storing_s: float = 0.0
     already_there: int = 0
     skipped: collections.Counter[str] = field(default_factory=collections.Counter)
     stopped_by: str | None = None
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.tokens / self.storing_s if self.storing_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -84,7 +92,8 @@ async def extract_started(source: ConfigSource, options: Options, reporter: Repo
     identity = await asyncio.to_thread(job.identity, template, sglang=overlay.release, overlay=overlay.id)
     with await asyncio.to_thread(open_store, job, identity) as writer:
         async with started(resolved, reporter, "extraction") as server, connect(server, reporter) as states:
-            summary = await Extraction(job, template, states, writer, reporter).run()
+            extraction = Extraction(job, template, states, writer, reporter)
+            summary = await extraction.run_remembered(identity, attached=False)
         return await _finished(writer, summary)
 
 
@@ -92,20 +101,33 @@ async def extract_attached(url: str, source: ConfigSource, options: Options, rep
     """Ask a running gateway whose tap.mode is store. Raises EngineRequestError and what `extract_started` raises."""
     server = await attached(url, source.resolve().secrets)
     async with GatewayStates(server, reporter) as states:
-        info = await states.info()
-        layers = served.layers(info, url, options.layers)
-        config = config_of(info, source)
-        captured = served.captured(info)
-        job = await asyncio.to_thread(prepare, config, options, layers=layers, captured=captured)
+        job, info = await _prepared(states, url, source, options)
         template = await asyncio.to_thread(load_template, job)
         identity = await asyncio.to_thread(
             job.identity, template, sglang=str(info["sglang"]), overlay=str(info["overlay"])
         )
-        await asyncio.to_thread(served.require_target, info, url, config.target.path, identity.target, reporter)
+        await asyncio.to_thread(served.require_target, info, url, job.config.target.path, identity.target, reporter)
         await served.require_states(states, url, (*job.layers, job.last_layer))
         with await asyncio.to_thread(open_store, job, identity) as writer:
-            summary = await Extraction(job, template, states, writer, reporter).run()
+            extraction = Extraction(job, template, states, writer, reporter)
+            summary = await extraction.run_remembered(identity, attached=True)
             return await _finished(writer, summary)
+
+
+async def attached_job(url: str, source: ConfigSource, options: Options, reporter: Reporter) -> Job:
+    """What `extract_attached` would do, from what the gateway says of itself. Raises the same."""
+    async with GatewayStates(await attached(url, source.resolve().secrets), reporter) as states:
+        return (await _prepared(states, url, source, options))[0]
+
+
+async def _prepared(
+    states: GatewayStates, url: str, source: ConfigSource, options: Options
+) -> tuple[Job, dict[str, Any]]:
+    """The job, and the server's /internal/info."""
+    info = await states.info()
+    layers, captured = served.layers(info, url, options.layers), served.captured(info)
+    config = config_of(info, source)
+    return await asyncio.to_thread(prepare, config, options, layers=layers, captured=captured), info
 
 
 def load_template(job: Job) -> ChatTemplate:
@@ -167,15 +189,36 @@ class Extraction:
         self._reporter = reporter
         self._seen: set[str] = set()
         self._summary = Summary()
-        self._begun = time.monotonic()
+        self._begun = self._storing_since = time.monotonic()
+        self._interleaved = False
         self._total = 0
         entries = writer.entries
         self._stored_bytes = job.stored_bytes(len(entries), sum(entry.tokens for entry in entries))
 
+    async def run_remembered(self, identity: Identity, *, attached: bool) -> Summary:
+        """As `run`, and leaves its speed for estimates, however it ends. `attached`: to a server that ran before."""
+        try:
+            return await self.run()
+        finally:
+            self._remember_speed(speeds.Conditions.of(self._job, identity.target, identity.sglang, attached=attached))
+
+    def _remember_speed(self, conditions: speeds.Conditions) -> None:
+        """If what was stored says something. Raises nothing: there may be a store that is whole."""
+        least = _TELLING_ANSWERS if conditions.regenerated else 1
+        if self._interleaved or self._summary.storing_s < _TELLING_S or self._summary.samples < least:
+            return
+        directory = self._job.config.paths.cache_dir
+        now = datetime.datetime.now(datetime.UTC)
+        store = os.fsencode(self._job.options.out.absolute()).decode(errors="replace")  # a name for people
+        try:
+            speeds.remember(directory, speeds.Speed(conditions, self._summary.tokens_per_s, now, store))
+        except OSError as error:
+            self._reporter.event("warning", f"--estimate will not know this speed: {directory}: {error.strerror}")
+
     async def run(self) -> Summary:
         """All conversations, or as many as `max_bytes` holds. Raises DiskFullError, EngineRequestError, ConfigError."""
         self._total = await asyncio.to_thread(self._job.count)
-        self._begun = time.monotonic()
+        self._begun = self._storing_since = time.monotonic()
         self._summary.already_there = len(self._writer.entries)
         async with contextlib.AsyncExitStack() as streams:
 
@@ -222,9 +265,11 @@ class Extraction:
         begun = False
         async for number, found in rendered:
             if not begun and not found:
+                self._pass_over()
                 self._reporter.stage("passing over what is stored already", time.monotonic() - self._begun)
             for each in found:
                 if each.id in self._writer.ids or each.id in self._seen:
+                    self._pass_over()
                     if not begun:
                         self._reporter.stage("passing over what is stored already", time.monotonic() - self._begun)
                     continue
@@ -236,6 +281,13 @@ class Extraction:
                     self._skip(each.id, each.where, each.reason)
                 else:
                     yield _Item(each, number)
+
+    def _pass_over(self) -> None:
+        """The time it takes says nothing about the speed of storing."""
+        if self._summary.samples:
+            self._interleaved = True
+        else:
+            self._storing_since = time.monotonic()
 
     async def _fetch(self, batch: list[_Item]) -> tuple[list[_Item], list[Captured]]:
         """States for a batch; what is refused in company, or not there, is tried once more alone."""
@@ -271,6 +323,7 @@ class Extraction:
             self._summary.tokens += entry.tokens
             self._summary.trained_tokens += entry.trained
             self._summary.bytes += entry.bytes
+            self._summary.storing_s = time.monotonic() - self._storing_since
         return left_out
 
     def _checked(
@@ -306,7 +359,7 @@ class Extraction:
         self._summary.skipped[kind_of(reason)] += 1
 
     def _progress(self, done: int) -> None:
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._storing_since
         self._reporter.progress(
             "conversations",
             done,

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Self
 
@@ -19,11 +22,14 @@ from eagle3_serve.core.files import sha256_file
 from eagle3_serve.core.reporter import JsonReporter
 from eagle3_serve.core.resources import data_directory
 from eagle3_serve.drafting.extract import conversations
+from eagle3_serve.drafting.extract import run as running
+from eagle3_serve.drafting.extract.conversations import Conversation, Rejected
 from eagle3_serve.drafting.extract.estimate import estimate
 from eagle3_serve.drafting.extract.job import Job, Options, prepare
 from eagle3_serve.drafting.extract.prompts import ChatTemplate
 from eagle3_serve.drafting.extract.run import Extraction, Summary, _finished, load_template, open_store
 from eagle3_serve.drafting.extract.servers import Captured, PromptRefusedError, Sampling
+from eagle3_serve.drafting.extract.speeds import recall
 from eagle3_serve.drafting.extract.store import Entry, Sample, Store, StoreWriter
 
 TARGET = data_directory("models") / "tiny-kimi" / "target"
@@ -36,7 +42,8 @@ TEMPLATE = ChatTemplate.load(TARGET, trust_remote_code=False)
 def job(tmp_path: Path, lines: Sequence[object], **options: object) -> Job:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return prepare(load_config(None, environ={}).config, Options((text,), tmp_path / "store", **options))
+    config = load_config(None, sets=(f"paths.cache_dir={tmp_path}/cache",), environ={}).config
+    return prepare(config, Options((text,), tmp_path / "store", **options))
 
 
 def ids(*values: int) -> dict[str, list[int]]:
@@ -234,6 +241,7 @@ def test_the_estimate_is_what_the_store_then_takes(tmp_path):
     found = asyncio.run(estimate(work, TEMPLATE, JsonReporter(), rate=100.0))
     assert (found.samples, found.tokens, found.trained_tokens) == (4, 1144, 1144)
     assert found.hours == pytest.approx(1144 / 100 / 3600)
+    assert (found.rate_source, found.hours_at) == ("given with --rate", None)
     assert found.rejected.total() == 1
     assert found.fits
     _, store = asyncio.run(run(work, ScriptedServer()))
@@ -248,7 +256,8 @@ def test_chats_at_kimis_width_are_counted_in_terabytes(tmp_path):
     work = job(tmp_path, [ids(*range(10, 10 + 1500))])
     kimi = Job(work.options, work.config, LAYERS, 60, 7168, 163840, 2048)
     one = asyncio.run(estimate(kimi, TEMPLATE, JsonReporter(), rate=None))
-    assert one.hours is None
+    assert (one.hours, one.rate, one.rate_source) == (None, None, None)
+    assert one.hours_at == {rate: pytest.approx(1500 / rate / 3600) for rate in (1_000, 10_000, 50_000)}
     assert 68_000 * one.bytes == pytest.approx(5.85e12, rel=0.01)
     assert kimi.batch_tokens * 4 * 7168 * 4 <= 256 << 20
     assert kimi.batches_at_once == 8
@@ -426,3 +435,138 @@ def test_the_estimate_of_answers_anew_counts_every_turn_with_its_history(tmp_pat
     _, longest = asyncio.run(run(other, Long()))
     assert found.most_tokens == pytest.approx(longest.tokens, rel=0.25)
     assert found.tokens < found.most_tokens
+
+
+LINES = [ids(*range(number, number + 5)) for number in range(1, 21)]
+
+
+async def remembered(work: Job, server: ScriptedServer) -> Summary:
+    identity = work.identity(TEMPLATE, sglang="0.5.23", overlay="x")
+    with open_store(work, identity) as writer:
+        return await Extraction(work, TEMPLATE, server, writer, JsonReporter()).run_remembered(identity, attached=True)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment, and one answer, are enough."""
+    monkeypatch.setattr(running, "_TELLING_S", 0.0)
+    monkeypatch.setattr(running, "_TELLING_ANSWERS", 1)
+
+
+@pytest.mark.usefixtures("short")
+async def test_an_estimate_takes_the_speed_of_the_last_extraction_and_names_it(tmp_path):
+    work = job(tmp_path, LINES)
+    summary = await remembered(work, ScriptedServer())
+    found = await estimate(work, TEMPLATE, JsonReporter(), rate=None, attached=True)
+    assert found.rate == summary.tokens_per_s
+    assert found.hours == pytest.approx(100 / summary.tokens_per_s / 3600)
+    assert found.rate_source.endswith(f"in the extraction of {tmp_path}/store, by a running server")
+    assert found.hours_at is None
+    given = await estimate(work, TEMPLATE, JsonReporter(), rate=5.0, attached=True)
+    assert (given.rate, given.rate_source) == (5.0, "given with --rate")
+
+
+async def test_a_run_of_a_moment_tells_no_speed(tmp_path):
+    await remembered(job(tmp_path, LINES), ScriptedServer())
+    assert not (tmp_path / "cache").exists()
+
+
+async def test_a_few_answers_tell_no_speed_however_long_they_took(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "_TELLING_S", 0.0)
+    lines = [{"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(256)]
+    few = job(tmp_path, lines, sampling=Sampling(max_tokens=5), limit=255)
+    assert (await remembered(few, ScriptedServer())).samples == 255
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "other").mkdir()
+    enough = job(tmp_path / "other", lines, sampling=Sampling(max_tokens=5))
+    await remembered(enough, ScriptedServer())
+    assert recall(enough, attached=True).conditions.regenerated
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_run_that_fails_after_a_while_has_told_its_speed_without_the_time_that_it_waited(tmp_path):
+    class Failing(ScriptedServer):
+        async def states(self, prompts: Sequence[Sequence[int]]) -> list[Captured]:
+            if len(self.calls) == 1:
+                while not (work.options.out / "index.jsonl").stat().st_size:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(1)
+                raise EngineRequestError("no answer")
+            return await super().states(prompts)
+
+    work = job(tmp_path, [ids(*[token] * 2000) for token in range(10, 60)])
+    begun = time.monotonic()
+    with pytest.raises(EngineRequestError):
+        await remembered(work, Failing())
+    lasted = time.monotonic() - begun
+    speed = recall(work, attached=True).tokens_per_s
+    assert Store.open(work.options.out).tokens / speed < lasted - 0.9
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_resumed_run_tells_the_speed_of_what_it_stored_and_not_of_what_it_passed_over(tmp_path):
+    class Slow(Job):
+        """Each of the first ten conversations takes its time to be read."""
+
+        def conversations(self) -> Iterator[Conversation | Rejected]:
+            for number, each in enumerate(super().conversations()):
+                time.sleep(0.05 if number < 10 else 0)
+                yield each
+
+    first = job(tmp_path, [*LINES[:5], {"input_ids": []}, *LINES[5:]], limit=10)
+    await extract(first, ScriptedServer())
+    again = job(tmp_path, [*LINES[:5], {"input_ids": []}, *LINES[5:]], resume=True)
+    slow = Slow(*(getattr(again, each.name) for each in fields(again)))
+    summary = await remembered(slow, ScriptedServer())
+    assert (summary.samples, summary.already_there, summary.tokens) == (11, 9, 55)
+    assert summary.seconds > 0.5
+    assert summary.storing_s < 0.4
+    assert recall(slow, attached=True).tokens_per_s == pytest.approx(55 / summary.storing_s)
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_run_that_passes_over_what_was_stored_in_between_tells_no_speed(tmp_path):
+    class Waiting(Job):
+        """What is stored already comes when something new is stored."""
+
+        def conversations(self) -> Iterator[Conversation | Rejected]:
+            for number, each in enumerate(super().conversations()):
+                while number == 80 and len(Store.open(self.options.out)) == 3:
+                    time.sleep(0.2)
+                yield each
+
+    lines = [ids(*[token] * 2000) for token in range(10, 90)]
+    new = job(tmp_path, lines)
+    old = tmp_path / "old.jsonl"
+    old.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
+    await extract(prepare(new.config, Options((old,), new.options.out)), ScriptedServer())
+    both = prepare(new.config, Options((*new.options.inputs, old), new.options.out, resume=True))
+    waiting = Waiting(*(getattr(both, each.name) for each in fields(both)))
+    assert (await remembered(waiting, ScriptedServer())).samples == 80
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_run_with_nothing_new_tells_no_speed(tmp_path):
+    await extract(job(tmp_path, LINES), ScriptedServer())
+    summary = await remembered(job(tmp_path, LINES, resume=True), ScriptedServer())
+    assert (summary.samples, summary.tokens_per_s) == (0, 0.0)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_store_whose_name_is_no_text_is_named_as_well_as_it_can_be(tmp_path):
+    work = job(tmp_path, LINES)
+    odd = prepare(work.config, Options(work.options.inputs, tmp_path / os.fsdecode(b"st\xffre")))
+    await remembered(odd, ScriptedServer())
+    assert recall(odd, attached=True).store == f"{tmp_path}/st\ufffdre"
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_speed_that_cannot_be_kept_is_a_warning_and_the_store_is_whole(tmp_path, capsys):
+    (tmp_path / "cache").write_text("no directory")
+    summary = await remembered(job(tmp_path, LINES), ScriptedServer())
+    assert summary.samples == 20
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (warning,) = [each for each in events if each["event"] == "warning"]
+    assert f"{tmp_path}/cache" in warning["text"]

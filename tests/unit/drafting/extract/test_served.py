@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ from eagle3_serve.core.errors import ConfigError, ContractError, EngineRequestEr
 from eagle3_serve.core.reporter import JsonReporter
 from eagle3_serve.core.resources import data_directory
 from eagle3_serve.drafting.extract import patience, served
+from eagle3_serve.drafting.extract import run as running
 from eagle3_serve.drafting.extract.job import Options
 from eagle3_serve.drafting.extract.provenance import target_digest
-from eagle3_serve.drafting.extract.run import Summary, extract_attached
+from eagle3_serve.drafting.extract.run import Summary, attached_job, extract_attached
+from eagle3_serve.drafting.extract.speeds import recall
 from eagle3_serve.drafting.extract.store import Store
 from eagle3_serve.drafting.stacks import ConfigSource
 from tests.support.scripted_upstream import Answering, Received, ScriptedUpstream, scripted_upstream
@@ -98,6 +103,32 @@ async def test_a_server_that_belongs_to_the_configuration_is_extracted_from(gate
     assert store.complete
     assert store.sample(0).states[0, :, 0].tolist() == [2, 30, 58, 60]
     assert store.identity.target == DIGEST
+
+
+async def test_a_server_that_runs_leaves_its_speed_for_estimates_too(gateway, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "_TELLING_S", 0.0)
+    cache = f"paths.cache_dir={tmp_path}/cache"
+    summary = await extract(gateway, tmp_path, cache)
+    options = Options((tmp_path / "text.jsonl",), tmp_path / "other")
+    job = await attached_job(gateway.url, ConfigSource(CONFIG, (cache,)), options, JsonReporter())
+    speed = recall(job, attached=True)
+    assert speed.tokens_per_s == summary.tokens_per_s
+    assert (speed.conditions.target, speed.conditions.sglang, speed.conditions.attached) == (DIGEST, "0.5.23", True)
+
+
+async def test_an_estimate_asks_the_server_which_layers_it_would_give(gateway, tmp_path):
+    gateway.info["layers"] = [1, 29]
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"input_ids": [5, 6, 7]}))
+    arguments = ["extract", "--url", gateway.url, "--config", str(CONFIG), "--input", str(text), "--estimate", "--json"]
+    command = [sys.executable, "-m", "eagle3_serve", *arguments, "--out", str(tmp_path / "store")]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--set", f"paths.cache_dir={tmp_path}/cache", stdout=subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    assert json.loads(output.splitlines()[-1])["row_bytes"] == 3 * HIDDEN * 2, "two layers, and the last"
+    assert not (tmp_path / "store").exists()
 
 
 async def test_a_whole_extraction_waits_for_a_server_that_is_busy_and_then_goes_on(
