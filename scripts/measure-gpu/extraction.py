@@ -102,6 +102,8 @@ class Measurement:
                     self.reporter.event("round", f"round {number}, {arm}: {self.tokens / seconds:.0f} tokens/s")
                     if number > 0:
                         self.seconds[arm].append(seconds)
+                    # What this arm leaves to the disk must not be written while the next one is timed.
+                    await asyncio.to_thread(os.sync)
                 if number < len(self.rounds) - 1:
                     await asyncio.to_thread(self._forget, number)
         return self._result()
@@ -142,6 +144,7 @@ class Measurement:
         """The files of a round."""
         shutil.rmtree(self._job(number).options.out)
         shutil.rmtree(self.transformers_files(number))
+        os.sync()
 
     def transformers_files(self, number: int) -> Path:
         """Where that arm saves a round."""
