@@ -135,7 +135,7 @@ def error_of(
         "checkpoints are whole",
         "states": "extract again into another directory; `eagle3-serve store inspect DIR --all` names every such row",
         "samples": "the store is damaged: check it with `eagle3-serve store inspect`",
-        "memory": f"lower tokens_per_step, set gradient_checkpointing=true, or lower draft_vocab_size; the log: {log}",
+        "memory": f"lower tokens_per_step or draft_vocab_size; the log: {log}",
     }
     return TrainingError(
         f"the training failed: {what}", remedy=remedies.get(reason, f"read the log {log}; then {go_on}")
@@ -175,7 +175,7 @@ def _take(reader: RecordReader, course: Course, plan: Plan, reporter: Reporter) 
             case "checkpoint":
                 reporter.event("checkpoint", f"checkpoint at step {record['step']}", **_facts(record))
             case "failed":
-                course.failure = record
+                course.failure = course.failure or record  # other processes fail because of the first
             case "end":
                 course.ended = True
 

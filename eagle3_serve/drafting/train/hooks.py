@@ -29,8 +29,7 @@ class FailedError(Exception):
 
 
 class StopSignal:
-    """SIGTERM and SIGINT. With `defer` they set `asked`, for the next checkpoint; else they end the run at once, as
-    where several processes would have to stop after the same step."""
+    """SIGTERM and SIGINT. With `defer` they set `asked`, for the next checkpoint; else they end the run at once."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -25,6 +25,7 @@ from eagle3_serve.drafting.train.verifier import Target
 
 WEIGHTS = "model.safetensors"
 WORKER = "eagle3_serve.drafting.train.worker"
+RANKS = "eagle3_serve.drafting.train.ranks"
 VERSION = "0.9.0"
 _OPTIMIZER, _STATE = "optimizer_state_dict.pt", "training_state.json"
 _STAGING, _REPLACED = ".saving", ".replaced-"
@@ -125,8 +126,7 @@ def arguments(options: TrainOptions, files: Files, layers: AuxLayers, *, train_r
     command += ["--no-norm-before-residual"]
     command += [f"--{'' if on else 'no-'}{name}" for name, on in _switches(options).items()]
     command += ["--fc-norm"] * options.fc_norm
-    command += ["--fsdp-shard"] * options.shard
-    return command + ["--gradient-checkpointing"] * options.gradient_checkpointing
+    return command + ["--fsdp-shard"] * options.shard
 
 
 def _switches(options: TrainOptions) -> dict[str, bool]:
@@ -156,11 +156,10 @@ def decided(options: TrainOptions, target: Target, *, cuda: bool) -> TrainOption
 
 
 def command(job: Path, devices: int) -> list[str]:
-    """The process that trains: this Python with the worker, under torchrun for several devices."""
-    if devices == 1:
-        return [sys.executable, "-P", "-m", WORKER, str(job)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", str(devices)]
-    return [sys.executable, "-P", *launcher, "-m", WORKER, str(job)]
+    """The process that trains: this Python with the worker; for several devices one that starts a worker for each."""
+    python = [sys.executable, "-P", "-m"]
+    worker = [*python, WORKER, str(job)]
+    return worker if devices == 1 else [*python, RANKS, str(devices), *worker]
 
 
 def reading(metrics: Mapping[str, float], suffix: str = "", coverage: Sequence[float] = ()) -> dict[str, Any]:

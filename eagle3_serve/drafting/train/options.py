@@ -103,9 +103,10 @@ class TrainOptions(BaseModel):
     loss_kernel: Literal["auto", "fused", "eager"] = Field(
         default="auto", description="Kernel of the loss; auto: fused on CUDA, eager on the CPU"
     )
-    devices: Count = Field(default=1, description="GPUs of this machine, each with its own tokens_per_step")
+    devices: Count = Field(
+        default=1, description="GPUs of this machine, on a CPU processes, each with its own tokens_per_step"
+    )
     shard: bool = Field(default=False, description="Shard the drafter's weights over the devices (FSDP)")
-    gradient_checkpointing: bool = Field(default=False, description="Compute activations twice to save memory")
     workers: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Processes that read the store; null: 4 on CUDA, none on the CPU"
     )

@@ -183,10 +183,10 @@ def _use_cuda(device: Device, options: TrainOptions) -> bool:
     count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and not count:
         raise PreflightError("there is no CUDA device that this torch can use", remedy="--device cpu, or auto")
-    if options.devices > 1 and count < options.devices:
+    if device != "cpu" and options.devices > 1 and count < options.devices:
         raise PreflightError(
             f"devices is {options.devices}, and there are {count} CUDA devices",
-            remedy="--set devices=N with as many as there are",
+            remedy="--set devices=N with as many as there are, or --device cpu for as many processes",
         )
     return count > 0
 

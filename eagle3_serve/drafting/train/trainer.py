@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from speculators.train.recovery import BatchRecoveryCoordinator
 from speculators.train.trainer import Trainer
+from torch import distributed
 
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.hooks import MetricsHandler, StopRequestedError, StopSignal, require_whole
@@ -41,6 +42,8 @@ class AdaptedTrainer(Trainer):  # type: ignore[misc]
             self.checkpointer.save_checkpoint, float_dtype=torch.float32
         )
         self.stop = StopSignal()
+        # Of the CPU: a collective of the GPUs would wait for every step that still runs there.
+        self.agreement: Any = distributed.new_group(backend="gloo") if self.is_distributed else None
         self.metrics = MetricsHandler(records, job.coverage)
         # Here, because the library sets its loggers up anew before it makes its trainer.
         logging.getLogger("speculators.metrics").addHandler(self.metrics)
@@ -66,7 +69,7 @@ class AdaptedTrainer(Trainer):  # type: ignore[misc]
 
     def train_epoch(self, epoch: int, *, step_callback: Callable[[], None] | None = None) -> None:
         self.stop.install()  # over the library's own handlers, which end a run in the middle of a step
-        self.stop.defer = not self.is_distributed
+        self.stop.defer = True
         self.train_loader.batch_sampler.set_epoch(epoch)
         steps = len(self.train_loader)  # of the whole epoch; the library cuts it down where it goes on within one
         done = self._resume_local_step if epoch == self.current_epoch else 0
@@ -76,7 +79,7 @@ class AdaptedTrainer(Trainer):  # type: ignore[misc]
             done += 1
             if step_callback is not None:
                 step_callback()
-            if self.stop.asked:
+            if self._stop_asked():
                 self.maybe_save_checkpoint(epoch, local_step=done % steps)
 
         super().train_epoch(epoch, step_callback=after_step)
@@ -93,9 +96,17 @@ class AdaptedTrainer(Trainer):  # type: ignore[misc]
         if self.records is not None:
             library.settle(place, epoch)
             self.records.write("checkpoint", epoch=epoch, step=self.global_step, step_in_epoch=local_step)
-        if self.stop.asked:
+        if self._stop_asked():  # also: no process goes on, or ends, before the checkpoint has its name
             raise StopRequestedError
-        self.stop.defer = local_step > 0 and not self.is_distributed
+        self.stop.defer = local_step > 0
+
+    def _stop_asked(self) -> bool:
+        """Whether a signal asked any of the processes for the end; all get the same answer after the same step."""
+        if self.agreement is None:
+            return self.stop.asked
+        asked = torch.tensor(int(self.stop.asked))
+        distributed.all_reduce(asked, distributed.ReduceOp.MAX, group=self.agreement)
+        return bool(asked)
 
     def maybe_update_best(self, epoch: int, val_metrics: Any) -> None:
         """The best epoch is read off the records."""

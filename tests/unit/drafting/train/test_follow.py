@@ -10,10 +10,11 @@ import pytest
 
 from eagle3_serve.core.errors import DiskFullError, TrainingError
 from eagle3_serve.core.process import LIFELINE
-from eagle3_serve.drafting.train.follow import Course, _abandoned, _draw, _signals, error_of
+from eagle3_serve.core.reporter import make_reporter
+from eagle3_serve.drafting.train.follow import Course, _abandoned, _draw, _signals, _take, error_of
 from eagle3_serve.drafting.train.job import EXIT_FAILED, EXIT_STOPPED
 from eagle3_serve.drafting.train.plan import Plan
-from eagle3_serve.drafting.train.records import History
+from eagle3_serve.drafting.train.records import History, RecordReader, RecordWriter
 from tests.unit.drafting.train.test_process import POLITE, start
 
 
@@ -26,6 +27,19 @@ def test_a_loss_that_is_no_number_says_what_to_lower(tmp_path: Path) -> None:
     assert isinstance(error, TrainingError)
     assert "nan at step 7" in error.message
     assert "lower lr" in error.remedy
+
+
+def test_of_processes_that_fail_because_one_did_the_first_ones_reason_is_told(plan: Plan) -> None:
+    plan.out.mkdir()
+    file = plan.out / "metrics.jsonl"
+    writer, course = RecordWriter(file), Course(History())
+    writer.write("failed", reason="samples", text="a sample's states do not belong to its tokens")
+    writer.write("failed", reason="error", text="RuntimeError: Connection closed by peer")
+    with make_reporter(as_json=True) as reporter:
+        _take(RecordReader(file), course, plan, reporter)
+    error = error_of(course, EXIT_FAILED, plan.out / "log")
+    assert "do not belong to its tokens" in error.message
+    assert "store inspect" in error.remedy
 
 
 def test_memory_that_ran_out_says_which_knobs_there_are(tmp_path: Path) -> None:

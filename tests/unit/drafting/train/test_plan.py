@@ -8,6 +8,7 @@ import torch
 
 from eagle3_serve.core.errors import ConfigError, PreflightError, StoreError
 from eagle3_serve.drafting.extract.store import StoreWriter
+from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.options import TrainOptions
 from eagle3_serve.drafting.train.plan import Plan, make_plan, same_run, split
 from tests.support.synthetic_store import TARGET, identity
@@ -126,10 +127,15 @@ def test_planning_writes_nothing(plan: Plan) -> None:
     assert not plan.out.exists()
 
 
-def test_more_devices_than_there_are_is_refused(store: Path, tmp_path: Path) -> None:
+def test_more_devices_than_there_are_gpus_are_processes_only_if_the_cpu_is_asked_for(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     options = OPTIONS.model_copy(update={"devices": 2})
-    with pytest.raises(PreflightError, match="devices is 2, and there are 0"):
-        make_plan(store, TARGET, tmp_path / "out", options, "cpu")
+    with pytest.raises(PreflightError, match="devices is 2, and there are 0 CUDA devices") as refused:
+        make_plan(store, TARGET, tmp_path / "out", options, "auto")
+    assert "--device cpu" in refused.value.remedy
+    assert make_plan(store, TARGET, tmp_path / "out", options, "cpu").command[-7:-5] == [library.RANKS, "2"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
