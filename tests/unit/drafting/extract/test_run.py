@@ -519,8 +519,7 @@ async def test_a_resumed_run_tells_the_speed_of_what_it_stored_and_not_of_what_i
     slow = Slow(*(getattr(again, each.name) for each in fields(again)))
     summary = await remembered(slow, ScriptedServer())
     assert (summary.samples, summary.already_there, summary.tokens) == (11, 9, 55)
-    assert summary.seconds > 0.5
-    assert summary.storing_s < 0.4
+    assert summary.storing_s < summary.seconds - 0.4
     assert recall(slow, attached=True).tokens_per_s == pytest.approx(55 / summary.storing_s)
 
 
