@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.launcher import Launcher, ServedStack
+from tests.unit.drafting.train.conftest import write_sound_store
 
 # Fixtures included: the first test that uses the stack waits for its start (READY_TIMEOUT_S), some start two.
 ENGINE_TEST_TIMEOUT_S = 600
@@ -29,3 +31,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStack]:
     finally:
         code = launcher.stop()
     assert code == 0
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For trainings, which only read it."""
+    return write_sound_store(tmp_path_factory.mktemp("store") / "store")
+
+
+@pytest.fixture(scope="module")
+def one_thread_each() -> Iterator[None]:
+    """Trainings stand side by side, and the model is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield

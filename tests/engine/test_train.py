@@ -6,12 +6,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +16,15 @@ import pytest
 import torch
 
 from eagle3_serve.core.errors import TerminatedLoadError
-from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.draft.check import check_draft
 from eagle3_serve.drafting.draft.checkpoint import load_tensors
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.options import TrainOptions
-from eagle3_serve.drafting.train.plan import make_plan
 from eagle3_serve.drafting.train.records import BEFORE, History
-from eagle3_serve.drafting.train.run import Trained, train
 from tests.support.synthetic_store import TARGET
-from tests.unit.drafting.train.conftest import write_sound_store
+from tests.support.training import OPTIONS, Run, begun_within_an_epoch, run, spawned, wait_until
 
-pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
-OPTIONS = TrainOptions(
-    draft_vocab_size=128, tokens_per_step=128, lr=1e-2, epochs=3, validation_share=0.1, dtype="float32"
-)
-PROGRAM = """
-import sys
-from pathlib import Path
-from tests.engine.test_train import OPTIONS, TrainOptions, run
-options = TrainOptions.model_validate_json(sys.argv[3]) if sys.argv[3:] else OPTIONS
-run(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, options=options)
-"""
-
-
-def run(store: Path, out: Path, *, resume: bool = False, options: TrainOptions = OPTIONS) -> Trained:
-    with make_reporter(as_json=True) as reporter:
-        return train(make_plan(store, TARGET, out, options, "cpu"), reporter, resume=resume)
-
-
-def spawned(store: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
-    """The run in a process of its own. `options`: TrainOptions as JSON, if they are not OPTIONS."""
-    command = [sys.executable, "-c", PROGRAM, str(store), str(out), *options]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread_each")]
 
 
 def assert_same_measure(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -70,42 +40,6 @@ def listing(directory: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One that nothing interrupts, beside the others: most of a run's time is one thread's importing of the library."""
-
-    out: Path
-    process: subprocess.Popen[bytes]
-
-    @property
-    def drafter(self) -> Path:
-        return self.out / "drafter"
-
-    def facts(self) -> dict[str, Any]:
-        """Its training.json, once it is done."""
-        _, errors = self.process.communicate(timeout=300)
-        assert self.process.returncode == 0, errors.decode()
-        found: dict[str, Any] = json.loads((self.drafter / "training.json").read_text())
-        return found
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_each() -> Iterator[None]:
-    """Two runs stand side by side, and the model is small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sound_store(tmp_path_factory.mktemp("store") / "store")
-
-
 @pytest.fixture(scope="module")
 def store_before(store: Path) -> dict[str, tuple[int, int]]:
     return listing(store)
@@ -114,9 +48,9 @@ def store_before(store: Path) -> dict[str, tuple[int, int]]:
 @pytest.fixture(scope="module")
 def whole(store: Path, store_before: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     out = tmp_path_factory.mktemp("whole") / "out"
-    run = Run(out, spawned(store, out))
-    yield run
-    run.end()
+    begun = Run(out, spawned(store, out))
+    yield begun
+    begun.end()
 
 
 @pytest.fixture(scope="module")
@@ -134,26 +68,8 @@ def further(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         return runs[0]
 
     yield begin
-    for run in runs:
-        run.end()
-
-
-def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
-    deadline = time.monotonic() + 120
-    while not reached():
-        assert process is None or process.poll() is None, process.communicate()[1].decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def begun_within_an_epoch(metrics: Path) -> bool:
-    """Whether the newest process has trained a step, and not yet finished an epoch."""
-    return [kind for kind in kinds(metrics) if kind in ("begin", "train", "checkpoint")][-2:] == ["begin", "train"]
-
-
-def kinds(metrics: Path) -> list[str]:
-    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
-    return [json.loads(line)["kind"] for line in lines if line.endswith(b"\n")]
+    for each in runs:
+        each.end()
 
 
 def stop_everything_once(out: Path) -> None:

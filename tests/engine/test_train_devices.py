@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -22,11 +21,10 @@ from eagle3_serve.drafting.draft.checkpoint import load_tensors
 from eagle3_serve.drafting.train import library
 from eagle3_serve.drafting.train.options import TrainOptions
 from eagle3_serve.drafting.train.records import BEFORE, History
-from tests.engine.test_train import OPTIONS, begun_within_an_epoch, run, spawned, wait_until
 from tests.support.synthetic_store import TARGET
-from tests.unit.drafting.train.conftest import write_sound_store
+from tests.support.training import OPTIONS, Run, begun_within_an_epoch, run, spawned, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread_each")]
 
 # Samples are equally long and every step is full (2 of 48 tokens for each of two processes, 4 for one), so one process
 # sees in a step what two see, and the mean over two of their means is its mean. AdamW, because Muon computes in
@@ -36,35 +34,15 @@ ONE = TrainOptions(**(OPTIONS.model_dump(exclude_unset=True) | {"optimizer": "ad
 TWO = ONE.model_copy(update={"devices": 2, "tokens_per_step": WIDTH})
 SHARDED = TWO.model_copy(update={"shard": True})
 LAST = Path("checkpoints") / "2"
-Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_each() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sound_store(tmp_path_factory.mktemp("store") / "store")
-
-
-@pytest.fixture(scope="module")
-def of_one_process(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Weights]]:
-    """Begins a run of one process beside the others; gives its last checkpoint once it is there."""
+def one_process(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Begun beside the others."""
     out = tmp_path_factory.mktemp("one") / "out"
-    process = spawned(store, out, ONE.model_dump_json(exclude_unset=True))
-
-    def weights() -> Weights:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()
-        return load_tensors(out / LAST)
-
-    yield functools.cache(weights)
-    process.kill()
-    process.communicate()
+    begun = Run(out, spawned(store, out, ONE.model_dump_json(exclude_unset=True)))
+    yield begun
+    begun.end()
 
 
 def in_the_background(act: Callable[[], None]) -> None:
@@ -83,8 +61,8 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def assert_whole(out: Path, expected: Weights) -> None:
-    """One process recorded every step of the last part, the weights are `expected`, and the drafter can be served."""
+def assert_whole(out: Path, one: Run) -> None:
+    """One process recorded every step of the last part, its weights are those of `one`, its drafter can be served."""
     (begun, steps) = records(out, "begin")[-1]["from_step"], [line["step"] for line in records(out, "train")]
     assert steps[-(18 - begun) :] == list(range(begun, 18))
     history = History.read(out / "metrics.jsonl")
@@ -92,12 +70,13 @@ def assert_whole(out: Path, expected: Weights) -> None:
     assert sorted(history.validation) == [BEFORE, 0, 1, 2]
     # The same tensors, so without the embedding. In another order of summation one of 27,648 was 2e-5 off; a run that
     # went on from weights in bfloat16 would be off by more than ten times as much.
-    torch.testing.assert_close(load_tensors(out / LAST), expected, rtol=1e-4, atol=5e-5)
+    one.facts()  # it is done
+    torch.testing.assert_close(load_tensors(out / LAST), load_tensors(one.out / LAST), rtol=1e-4, atol=5e-5)
     assert not [each for each in check_draft(out / "drafter", TARGET, "0.5.23") if each.is_error]
 
 
 def test_two_processes_of_which_one_is_killed_leave_none_say_why_and_resumed_train_what_one_does(
-    store: Path, of_one_process: Callable[[], Weights], tmp_path: Path
+    store: Path, one_process: Run, tmp_path: Path
 ) -> None:
     out = tmp_path / "out of two"  # with spaces, as users have them
     family: list[psutil.Process] = []
@@ -116,11 +95,11 @@ def test_two_processes_of_which_one_is_killed_leave_none_say_why_and_resumed_tra
 
     run(store, out, resume=True, options=TWO)
 
-    assert_whole(out, of_one_process())
+    assert_whole(out, one_process)
 
 
 def test_two_processes_that_share_the_weights_stop_after_the_same_step_and_resumed_train_what_one_does(
-    store: Path, of_one_process: Callable[[], Weights], tmp_path: Path
+    store: Path, one_process: Run, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
 
@@ -138,4 +117,4 @@ def test_two_processes_that_share_the_weights_stop_after_the_same_step_and_resum
     run(store, out, resume=True, options=SHARDED)
 
     assert [line["from_step"] for line in records(out, "begin")] == [0, steps]
-    assert_whole(out, of_one_process())
+    assert_whole(out, one_process)

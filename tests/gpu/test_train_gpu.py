@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3_serve.core.reporter import make_reporter
 from eagle3_serve.drafting.draft.check import check_draft
 from eagle3_serve.drafting.draft.checkpoint import load_tensors
 from eagle3_serve.drafting.train.options import TrainOptions
-from eagle3_serve.drafting.train.plan import Device, make_plan
+from eagle3_serve.drafting.train.plan import Device
 from eagle3_serve.drafting.train.records import BEFORE, History
-from eagle3_serve.drafting.train.run import train
 from tests.support.synthetic_store import TARGET
+from tests.support.training import run
 from tests.unit.drafting.train.conftest import write_sound_store
 
 DEVICE: Device = "cuda"
@@ -38,9 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(store: Path, out: Path, device: Device, **options: Any) -> History:
-    plan = make_plan(store, TARGET, out, TrainOptions(**(OPTIONS | options)), device)
-    with make_reporter(as_json=True) as reporter:
-        train(plan, reporter, resume=False)
+    run(store, out, options=TrainOptions(**(OPTIONS | options)), device=device)
     assert not [each for each in check_draft(out / "drafter", TARGET, "0.5.16") if each.is_error]
     return History.read(out / "metrics.jsonl")
 
