@@ -20,6 +20,7 @@ from eagle3_serve.serving.overlay.installed import installed_sglang
 
 SPEEDS_FILE = "extraction-speeds.json"
 _KEPT = 32
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Speed:
     """`store`: the directory that was written."""
 
     conditions: Conditions
-    tokens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    tokens_per_s: Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False, strict=True)]
     measured_at: AwareDatetime
     store: str
 
@@ -103,7 +104,10 @@ def _installed(job: Job) -> str | None:
 
 
 def _read(cache_dir: Path) -> tuple[Speed, ...]:
+    file = cache_dir / SPEEDS_FILE
     try:
-        return _SPEEDS.validate_json((cache_dir / SPEEDS_FILE).read_bytes())
+        if not file.is_file() or file.stat().st_size > _MOST_BYTES:  # a pipe would be waited for
+            return ()
+        return _SPEEDS.validate_json(file.read_bytes())
     except (OSError, ValueError):
         return ()

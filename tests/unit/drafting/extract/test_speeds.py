@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -106,6 +107,10 @@ def test_of_many_the_newest_are_kept(tmp_path):
         lambda text: "{}",
         lambda text: text.replace("250.0", "-1"),
         lambda text: text.replace("250.0", "Infinity"),
+        lambda text: text.replace("250.0", "1e-308"),
+        lambda text: text.replace("250.0", "1e308"),
+        lambda text: text.replace("250.0", "true"),
+        lambda text: text + " " * (1 << 20),
         lambda text: text.replace("2026-11-30", "yesterday"),
         lambda text: text.replace('"device"', '"gadget"'),
     ],
@@ -125,6 +130,18 @@ def test_what_cannot_be_read_is_not_known_and_what_cannot_be_written_is_an_error
     with pytest.raises(OSError, match=SPEEDS_FILE):
         remember(tmp_path / "cache", speed(tmp_path))
     assert [file.name for file in (tmp_path / "cache").iterdir()] == [SPEEDS_FILE], "no temporary file stays"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_or_a_device_in_its_place_is_neither_waited_for_nor_read(tmp_path):
+    file = tmp_path / "cache" / SPEEDS_FILE
+    file.parent.mkdir()
+    for make in (lambda: os.mkfifo(file), lambda: file.symlink_to("/dev/zero")):
+        make()
+        assert recall(job(tmp_path), attached=False) is None
+        remember(tmp_path / "cache", speed(tmp_path))
+        assert recall(job(tmp_path), attached=False) == speed(tmp_path)
+        file.unlink()
 
 
 def test_a_target_whose_weights_are_not_there_yet_has_no_speed(tmp_path):
